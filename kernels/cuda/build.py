@@ -40,6 +40,7 @@ TARGETS = (
     "meshserve_project_residual_quantised",
     "meshserve_decode_gate_up_quantised",
     "meshserve_output_head",
+    "meshserve_output_head_wide",
     "meshserve_sampling_threshold",
     "meshserve_p2p_all_reduce",
     "meshserve_p2p_all_gather",

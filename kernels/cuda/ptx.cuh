@@ -110,6 +110,12 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(matrix)
       : "memory");
 }
+// Copies consecutive bytes, a multiple of 16.
+__device__ __forceinline__ void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Copies 16 or 4 bytes to shared memory, of which the first `bytes` are read and the others become zero. They are
 // ordered as ordinary stores are. `commit_copies` makes a group of the thread's copies so far; `wait_for_copies` waits
 // until at most kLeft groups are not complete.

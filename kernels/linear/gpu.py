@@ -18,6 +18,8 @@ from .prologue import Prologue, RMSNorm, silu_product
 
 BLOCK_COLUMNS = 128  # that share a scale of the activations, unless the weights have one scale for each row
 _ROW_MULTIPLE, _COLUMN_MULTIPLE, _TOKEN_MULTIPLE = 16, 16, 16  # for the alignment of cuBLASLt's operands
+_WIDE_HEAD_TOKENS = 128  # for which an output head reads its matrix once; see ../cuda/wide_head.cuh
+_NARROW_HEAD_TOKENS = 64  # the same of the kernel for fewer tokens, and for scales of part of a row
 _HEAD_COLUMN_MULTIPLE = 64  # columns that share an exponent, see ../cuda/weight_formats.cuh
 _MAX_COLUMNS = 32_768  # limited by the registers of the kernel that rounds activations
 # Up to so many tokens and rows, cuBLASLt is faster if it is given a scale for each row and 128 columns: it then takes
@@ -140,18 +142,24 @@ def _num_arranged(weight: QuantisedMatrix, *, is_spread: bool) -> int:
 def output_head(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """See `Linear`. Multiplies with an FP8 matrix without rounding activations, as the fused decode layers do.
 
-    The time is that of reading the matrix for up to 64 tokens. A matrix that is not supported is left to XLA.
+    The time is that of reading the matrix once for each 64 tokens, or for each 128 where a row has one scale. A matrix
+    that is not supported is left to XLA.
     """
     is_taken = out_dtype == jnp.float32 and unsupported_head_reason(weight, x.dtype) is None
     if not isinstance(weight, QuantisedMatrix) or not is_taken:
         return xla.linear(x, weight, out_dtype=out_dtype)
     build.load()
     (num_tokens, columns), num_rows = x.shape, weight.shape[0]
-    results = (
-        jax.ShapeDtypeStruct((num_tokens, num_rows), jnp.float32),
-        jax.ShapeDtypeStruct((operands.activation_bytes(num_tokens, columns),), jnp.uint8),
-    )
-    logits, _ = jax.ffi.ffi_call("meshserve_output_head", results)(x, weight.data, weight.scale)
+    results = [jax.ShapeDtypeStruct((num_tokens, num_rows), jnp.float32)]
+    if num_tokens > _NARROW_HEAD_TOKENS and weight.block == (1, columns) and columns % BLOCK_COLUMNS == 0:
+        name = "meshserve_output_head_wide"
+        results.append(jax.ShapeDtypeStruct((num_tokens, 2 * columns), FP8))
+        groups = -(-num_tokens // _WIDE_HEAD_TOKENS)
+        results.append(jax.ShapeDtypeStruct((groups, columns // BLOCK_COLUMNS, _WIDE_HEAD_TOKENS), jnp.float32))
+    else:
+        name = "meshserve_output_head"
+        results.append(jax.ShapeDtypeStruct((operands.activation_bytes(num_tokens, columns),), jnp.uint8))
+    logits, *_ = jax.ffi.ffi_call(name, results)(x, weight.data, weight.scale)
     return logits
 
 

@@ -125,3 +125,26 @@ def test_an_output_head_keeps_the_precision_of_activations(kind: str, tokens: in
     logits = jax.jit(partial(gpu.output_head, out_dtype=jnp.dtype("float32")))(x, inputs.weight)
     assert logits.dtype == jnp.float32
     assert relative_error(logits, cases.expected(cases.Inputs(x, inputs.weight))) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"),
+    [(65, 4240, 1024), (96, 17_408, 2048), (128, 60_000, 512), (128, 160, 128), (200, 4240, 384)],
+)
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
+def test_an_output_head_is_read_once_for_128_tokens(tokens: int, rows: int, columns: int, scale_dtype: str) -> None:
+    case = cases.Case(
+        name="", kind="fp8", block=(1, columns), rows=rows, columns=columns, tokens=tokens, dtype="bfloat16",
+        scale_dtype=scale_dtype,
+    )  # fmt: skip
+    inputs = cases.make_inputs(case, seed=12)
+    run = jax.jit(partial(gpu.output_head, out_dtype=jnp.dtype("float32")))
+    x = inputs.x.at[0, 7].set(300.0).at[1].set(0.0)
+    assert "output_head_wide" in run.lower(x, inputs.weight).as_text()
+    logits = run(x, inputs.weight)
+    assert relative_error(logits, cases.expected(cases.Inputs(x, inputs.weight))) < 1e-3
+    for _ in range(3):  # bitwise equal: no races
+        np.testing.assert_array_equal(np.asarray(run(x, inputs.weight)), np.asarray(logits))
+    with_nan = np.asarray(run(x.at[3, 100].set(np.nan), inputs.weight))
+    assert np.isnan(with_nan[3]).all()
+    np.testing.assert_array_equal(np.delete(with_nan, 3, 0), np.delete(np.asarray(logits), 3, 0))

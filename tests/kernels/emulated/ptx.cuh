@@ -24,6 +24,7 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __grid_constant__
 #define __shared__
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -66,7 +67,7 @@ struct Block {
     float values[32] = {};
     uint32_t words[32] = {};
     uint32_t fragments[32][6] = {};
-  } warps[12];
+  } warps[16];
   std::mutex lock;
   std::map<int, std::unique_ptr<Meeting>> barriers;  // by number
 };
@@ -429,6 +430,11 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, i
 }
 inline void copy_bytes(uint32_t to, const CUtensorMap* map, int row, int first, uint32_t barrier, uint64_t) {
   copy_box(to, map, first, row, 0, barrier);
+}
+inline void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) __trap();
+  std::memcpy(shared_base + to, from, bytes);
+  change(barrier, 0, -static_cast<long>(bytes));
 }
 // A tile [box[2], box[1] rows, box[0] elements] of rows of sizes[0] * sizes[2] elements, in a swizzle as wide as a row
 // of the box.
