@@ -21,7 +21,8 @@ _SMALL_RUNNING, _SMALL_STEP_TOKENS = 64, 512
 _LEAST_PREFILL_TOKENS = 256
 _PREFILL_SECONDS = 0.11  # in a step that also decodes: how long a prompt may delay tokens (docs/decisions/038)
 _LOW_LOAD_PREFILL_SECONDS = 0.035  # the same while few prompt tokens wait (docs/decisions/071)
-_REACHED_FLOPS = 0.62  # share of the data sheet's that prefill reaches (docs/log/prefill.md)
+_REACHED_FLOPS = 0.62  # share of the data sheet's (bfloat16) that prefill reaches (docs/log/prefill.md)
+_REACHED_FP8_FLOPS = 1.2  # the same where dense FP8 weights are multiplied on FP8 tensor cores (docs/log/decode.md)
 _SCRATCH_SHARE = 0.02  # of the device memory, for the largest step
 _SHORT_STEP_SECONDS = 0.001  # for decode steps that take the host as long as the device
 _SHORT_STEPS = 4  # per dispatch: more gained nothing, and text would arrive in larger pieces
@@ -77,7 +78,7 @@ def choose_limits(
             max_prefill_tokens=config.max_prefill_tokens,
             max_decode_steps=config.max_decode_steps or 1,
         )
-    speed = _Speed(model=model, chip=chip, num_devices=num_devices, dtype=dtype)
+    speed = _Speed(model=model, chip=chip, num_devices=num_devices, dtype=dtype, linear=config.linear)
     step_tokens = config.max_step_tokens or max(speed.step_tokens_in_scratch(), config.max_running)
     most, low_load = (
         min(speed.prefill_tokens_in(seconds), step_tokens) for seconds in (_PREFILL_SECONDS, _LOW_LOAD_PREFILL_SECONDS)
@@ -107,6 +108,7 @@ class _Speed:
     chip: Chip | None
     num_devices: int
     dtype: jnp.dtype
+    linear: str  # the option
 
     @property
     def _num_weights(self) -> float:
@@ -122,6 +124,14 @@ class _Speed:
         head_bytes = self.dtype.itemsize if model.head_quantisation is None else 1
         return (self._num_weights - head) * layer_bytes + head * head_bytes
 
+    @property
+    def _has_fp8_products(self) -> bool:
+        """Whether most of prefill runs on FP8 tensor cores; see `linear.gpu`."""
+        quantisation = self.model.quantisation
+        is_fp8 = quantisation is not None and not quantisation.is_int4 and self.dtype == jnp.bfloat16
+        is_hopper = self.chip is not None and self.chip.is_hopper
+        return is_fp8 and is_hopper and self.model.experts is None and self.linear in ("auto", "cuda_fp8")
+
     def step_tokens_in_scratch(self) -> int:
         memory = self.chip.hbm_bytes if self.chip is not None else _UNKNOWN_MEMORY_BYTES
         mlp = 2 * self.model.mlp_dim / self.num_devices
@@ -133,7 +143,8 @@ class _Speed:
 
     def prefill_tokens_in(self, seconds: float) -> int:
         flops = self.chip.flops_per_second if self.chip is not None else _UNKNOWN_FLOPS
-        most = seconds * _REACHED_FLOPS * flops / (2 * self._num_weights)
+        reached = _REACHED_FP8_FLOPS if self._has_fp8_products else _REACHED_FLOPS
+        most = seconds * reached * flops / (2 * self._num_weights)
         return _halved(_GPU_STEP_TOKENS, _LEAST_PREFILL_TOKENS, most)
 
     def decode_steps(self) -> int:

@@ -1,6 +1,7 @@
 """Tests the limits that a server chooses where the options say `auto`, and the memory that it claims."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -17,7 +18,7 @@ from meshserve.sharding.chips import CHIPS, target
 
 
 def limits(
-    model: str, chip: str | None, num_devices: int = 1, platform: str = "gpu", quantize: str = "none", **options: int
+    model: str, chip: str | None, num_devices: int = 1, platform: str = "gpu", quantize: str = "none", **options: Any
 ) -> StepLimits:
     return choose_limits(
         ServeConfig(**options),
@@ -46,6 +47,17 @@ def test_quantised_weights_count_with_their_bytes():
     assert steps == [1, 4, 4]
     steps = [limits("qwen3-8b", "h200", quantize=scheme).max_decode_steps for scheme in ("fp8-block", "int4")]
     assert steps == [1, 1]
+
+
+def test_fp8_products_prefill_more_in_the_same_time():
+    assert limits("qwen3-8b", "h200", quantize="fp8-block") == chosen(256, 8192, 8192, 1, 2048)
+    assert limits("qwen3-32b", "h200", quantize="fp8-block") == chosen(256, 8192, 1024, 1, 512)
+    slower = [
+        limits("qwen3-8b", "h200", quantize="int4"),
+        limits("qwen3-8b", "a100", quantize="fp8-block"),
+        limits("qwen3-8b", "h200", quantize="fp8-block", linear="xla"),
+    ]
+    assert max(each.max_prefill_tokens for each in slower) == 4096
 
 
 def test_devices_that_share_a_model_prefill_more_in_the_same_time():
