@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# More outputs of a step are delivered behind the next dispatch: the threads that send them would hold it up.
+_MAX_OUTPUTS_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class _Flight:
@@ -343,7 +346,7 @@ class Engine:
                     or (self._scheduler.has_work and not self._is_held)
                     or (self.host_cache is not None and self.host_cache.is_behind)
                     or self._flight
-                    or self._open.has_outputs
+                    or self._open.num_outputs
                     or self._open.constrained.has_work
                 )
             )
@@ -357,6 +360,7 @@ class Engine:
         late is withdrawn from the step and sits out until it comes, so that no other request waits for it.
         """
         flight, processors = self._dispatch() or (None, None)
+        self._flush()
         if self._flight is not None:
             seconds = self._collect(self._flight)
             if flight is None and not self._open.constrained.has_work:
@@ -368,7 +372,8 @@ class Engine:
         if flight is not None and processors is not None:
             flight = self._control(flight, processors)
         self._flight = flight
-        self._flush()
+        if flight is None or self._open.num_outputs <= _MAX_OUTPUTS_AT_ONCE:
+            self._flush()
 
     def _dispatch(self) -> tuple[_Flight, ProcessorBatch | None] | None:
         """Plans and dispatches a step; None if there is nothing to do.

@@ -77,8 +77,9 @@ class OpenSamples:
             self._texts.update((sample, text.fork()) for sample in samples)
 
     @property
-    def has_outputs(self) -> bool:
-        return bool(self._outputs)
+    def num_outputs(self) -> int:
+        """Outputs since the last `take_outputs`. Needs no lock."""
+        return len(self._outputs)
 
     def take_outputs(self) -> list[Output]:
         """Returns and clears the outputs since the last call."""

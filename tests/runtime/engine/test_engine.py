@@ -22,6 +22,7 @@ from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from meshserve.runtime.api.request import DEFAULT_OPTIONS, NO_TOKEN, FinishReason, Load, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.engine import engine as engine_module
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import ON_DEVICE, BatchBuilder, Bucket
@@ -356,6 +357,30 @@ def test_the_outputs_of_a_step_are_delivered_together_from_the_engine_s_own_thre
     assert serving.result("second") == ("BC", "BC", FinishReason.LENGTH)
     assert [[output.text for output in outputs] for outputs in serving.deliveries] == [["b"], ["c"], ["d", "B"], ["C"]]
     assert serving.delivering_threads == {"engine"}
+
+
+@pytest.mark.parametrize(
+    ("most", "order"),
+    [
+        (1, ["dispatch 0", "dispatch 1", "collect 0", "deliver b", "dispatch 2", "collect 1", "deliver c"]),
+        (0, ["dispatch 0", "dispatch 1", "collect 0", "dispatch 2", "deliver b", "collect 1", "deliver c"]),
+    ],
+)
+def test_many_outputs_are_delivered_behind_the_next_dispatch(
+    start: Start, monkeypatch: pytest.MonkeyPatch, most: int, order: list[str]
+):
+    """With nothing left to dispatch, they are delivered at once."""
+    monkeypatch.setattr(engine_module, "_MAX_OUTPUTS_AT_ONCE", most)
+    serving = start()
+    deliver = serving._deliver
+    monkeypatch.setattr(
+        serving.engine,
+        "_deliver",
+        lambda outputs: (serving.device.note(f"deliver {outputs[0].text}"), deliver(outputs)),
+    )
+    serving.submit("x", max_tokens=3)
+    assert serving.result("x") == ("bcd", "bcd", FinishReason.LENGTH)
+    assert serving.device.events == [*order, "collect 2", "deliver d"]
 
 
 def test_a_prompt_longer_than_a_step_gives_its_first_token_after_its_last_chunk(start: Start):
