@@ -92,8 +92,8 @@ def _environment(folder: Path, module: str) -> dict[str, str]:
     """Returns the environment of the engine's process.
 
     meshserve runs with this interpreter's packages. The other engines see our benchmarks and no other package of this
-    interpreter. vLLM draws each token's experts at random, as random weights do here; otherwise its own random weights
-    send most tokens to the same few experts, whose weights alone are then read.
+    interpreter. vLLM draws each token's experts at random, as random weights do here; with random FP8 weights its own
+    router chose so few different experts that their comparison said nothing (docs/log/experts.md).
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if module.startswith("vllm"):

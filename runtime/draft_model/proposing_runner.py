@@ -15,7 +15,7 @@ Tokens = jax.Array | np.ndarray
 
 @runtime_checkable
 class ProposingRunner(Protocol):
-    """What an `runner.Runner` has in addition, if there is a draft model; see `drafting_runner.RunnerBeside`."""
+    """What a `runner.Runner` has in addition, if there is a draft model; see `drafting_runner.RunnerBeside`."""
 
     def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
         """Prepares for a step, and for `chain`, whose draft tokens it gets, if any. Called before its dispatches.
