@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# More outputs of a step are delivered behind the next dispatch: the threads that send them would hold it up.
-_MAX_OUTPUTS_AT_ONCE = 64
+# More outputs of a step are delivered behind the next dispatch, which the threads that send them would hold up, if
+# there is time to send them while the device is busy: so many seconds for each request.
+_MAX_OUTPUTS_AT_ONCE, _SEND_SECONDS = 64, 3e-5
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,12 @@ class Engine:
         self._clock = clock
         self._open = OpenSamples(scheduler, tokenizer)
         self._flight: _Flight | None = None
+        self._has_time = False  # see `_SEND_SECONDS`
         self._pause: _Pause | None = None
         self._is_stopping = False
         self.failure: str | None = None  # why the loop failed; None while the engine is healthy
-        # Guards everything above except `_flight`, which only the engine's thread uses. Held for under a millisecond.
+        # Guards everything above except `_flight` and `_has_time`, which only the engine's thread uses. Held for under
+        # a millisecond.
         self._changed = threading.Condition()
         self._is_held = False  # see `hold`, which writes it without the lock
         self._delivering = threading.RLock()  # acquired before `_changed`, to deliver outputs in order
@@ -372,7 +375,7 @@ class Engine:
         if flight is not None and processors is not None:
             flight = self._control(flight, processors)
         self._flight = flight
-        if flight is None or self._open.num_outputs <= _MAX_OUTPUTS_AT_ONCE:
+        if flight is None or self._open.num_outputs <= _MAX_OUTPUTS_AT_ONCE or not self._has_time:
             self._flush()
 
     def _dispatch(self) -> tuple[_Flight, ProcessorBatch | None] | None:
@@ -433,8 +436,9 @@ class Engine:
 
     def _collect(self, flight: _Flight) -> float:
         """Waits for the tokens of a dispatch, books them and adds them to the outputs. Returns the step's seconds."""
-        plan = flight.plan
+        plan, began = flight.plan, self._clock()
         tokens, pooled = np.asarray(flight.sampled), None
+        self._has_time = self._clock() - began > _SEND_SECONDS * plan.num_requests
         if flight.proposed is not None:
             fill_unknown(plan.drafts, np.asarray(flight.proposed).tolist())
         if tokens.dtype == np.float32:

@@ -360,17 +360,19 @@ def test_the_outputs_of_a_step_are_delivered_together_from_the_engine_s_own_thre
 
 
 @pytest.mark.parametrize(
-    ("most", "order"),
+    ("most", "send_seconds", "order"),
     [
-        (1, ["dispatch 0", "dispatch 1", "collect 0", "deliver b", "dispatch 2", "collect 1", "deliver c"]),
-        (0, ["dispatch 0", "dispatch 1", "collect 0", "dispatch 2", "deliver b", "collect 1", "deliver c"]),
+        (0, -1.0, ["dispatch 0", "dispatch 1", "collect 0", "dispatch 2", "deliver b", "collect 1", "deliver c"]),
+        (1, -1.0, ["dispatch 0", "dispatch 1", "collect 0", "deliver b", "dispatch 2", "collect 1", "deliver c"]),
+        (0, 1e6, ["dispatch 0", "dispatch 1", "collect 0", "deliver b", "dispatch 2", "collect 1", "deliver c"]),
     ],
 )
 def test_many_outputs_are_delivered_behind_the_next_dispatch(
-    start: Start, monkeypatch: pytest.MonkeyPatch, most: int, order: list[str]
+    start: Start, monkeypatch: pytest.MonkeyPatch, most: int, send_seconds: float, order: list[str]
 ):
-    """With nothing left to dispatch, they are delivered at once."""
+    """With nothing left to dispatch, or without time to send them meanwhile, they are delivered at once."""
     monkeypatch.setattr(engine_module, "_MAX_OUTPUTS_AT_ONCE", most)
+    monkeypatch.setattr(engine_module, "_SEND_SECONDS", send_seconds)
     serving = start()
     deliver = serving._deliver
     monkeypatch.setattr(
