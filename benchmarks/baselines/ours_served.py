@@ -23,8 +23,8 @@ def start(job: Job) -> Started:
     client, kv_tokens = loop.run_until_complete(_connect(server))
 
     async def stream(work: Work, temperature: float) -> AsyncIterator[int]:
-        chunks = client.generate(
-            work.prompt_token_ids, max_tokens=work.max_tokens, temperature=temperature, ignore_eos=True
+        chunks = client.generate(  # top_p as the other engines have it, not as the model's generation config says
+            work.prompt_token_ids, max_tokens=work.max_tokens, temperature=temperature, top_p=1.0, ignore_eos=True
         )
         async for chunk in chunks:
             yield len(chunk.token_ids)
