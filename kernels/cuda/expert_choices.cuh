@@ -62,10 +62,21 @@ __device__ __forceinline__ void clear(Choices& choices) {
 // Sets `tokens` of cleared choices from [num_tokens, num_chosen] experts.
 __device__ __forceinline__ void mark(Choices& choices, const int* experts, int num_tokens, int num_chosen,
                                      int num_experts) {
+  constexpr int kTogether = 4;  // loads in flight
+  const int total = num_tokens * num_chosen;
   __syncthreads();
-  for (int i = threadIdx.x; i < num_tokens * num_chosen; i += kThreads) {
-    const int expert = __ldcg(experts + i), token = i / num_chosen;
-    if (expert >= 0 && expert < num_experts) atomicOr(&choices.tokens[expert][token / 32], 1u << token % 32);
+  for (int first = threadIdx.x; first < total; first += kTogether * kThreads) {
+    int found[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = first + u * kThreads;
+      found[u] = i < total ? __ldcg(experts + i) : -1;
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int expert = found[u], token = (first + u * kThreads) / num_chosen;
+      if (expert >= 0 && expert < num_experts) atomicOr(&choices.tokens[expert][token / 32], 1u << token % 32);
+    }
   }
   __syncthreads();
 }

@@ -13,7 +13,7 @@
 //            bf16, or rounded to e4m3, with a scale for the 128 rows, which are columns of down; the share is in it
 //   down:    256 rows. It finds its tiles and fetches its first weights while gate_up still runs
 //
-// In a decode step with 8-bit weights (kPlaces), the kernels also find the places of the choices by themselves, and one
+// In a decode step (kPlaces), the kernels also find the places of the choices by themselves, and one
 // more warp copies each tile's tokens to shared memory from where the router has left them, so that no kernel puts
 // tokens in order; shares are multiplied when a token's experts are added up. Then gate_up does not wait for the
 // choices before it fetches its first weights: each block begins with a fixed expert's first tile, which is dropped if
@@ -54,7 +54,7 @@ struct NarrowTilesArgs {
   int stride;             // of out_scales
   // With kPlaces:
   const int* experts;         // [T, k]: the choices
-  const uint8_t* tokens;      // gate_up: the normed tokens [T, columns] in e4m3
+  const void* tokens;         // gate_up: the normed tokens [T, columns]: e4m3 with 8-bit weights, else bf16
   const float* token_scales;  // of e4m3 [columns / 128, stride]
   int* places;                // gate_up: of each choice, written [T, k]
   int num_tokens, num_chosen, num_experts;
@@ -283,12 +283,13 @@ __device__ __forceinline__ int token_of_lane(const PlacesMemory<N>& memory, cons
 }
 
 // Copies the tokens of a block's tiles and their scales to shared memory with one warp, as the copy engine would if
-// they lay in order. `find(i, &tile)` finds the block's tile i.
-template <int N, class Find>
+// they lay in order, and stores the places of some tokens' choices. `find(i, &tile)` finds the block's tile i.
+template <int N, class W, class Find>
 __device__ __forceinline__ void copy_tokens(PlacesMemory<N>& memory, const NarrowTilesArgs& args, int blocks,
                                             uint32_t full, uint32_t empty, Find find) {
   static_assert(N <= 32);
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, row_bytes = args.columns * 128 / W::kBlockColumns;
+  const uint8_t* rows = static_cast<const uint8_t*>(args.tokens);
   int chunk = 0, waiting = -1;  // the chunk whose copies are not known to be complete
   uint32_t parity = 1;
   auto signal = [&](int which) {
@@ -308,7 +309,7 @@ __device__ __forceinline__ void copy_tokens(PlacesMemory<N>& memory, const Narro
       for (int i = 0; i < N / 4; ++i) {
         const int row = lane / 8 + 4 * i, piece = lane % 8;
         const int token = __shfl_sync(0xffffffffu, mine, row);
-        const uint8_t* from = args.tokens + static_cast<size_t>(token) * args.columns + piece * 16;
+        const uint8_t* from = rows + static_cast<size_t>(token) * row_bytes + piece * 16;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
           const int group = first_group + g;
@@ -318,7 +319,7 @@ __device__ __forceinline__ void copy_tokens(PlacesMemory<N>& memory, const Narro
         }
       }
 #pragma unroll
-      for (int i = 0; i < kGroups * N / 32; ++i) {
+      for (int i = 0; i < (W::kIsQuantised ? kGroups * N / 32 : 0); ++i) {
         const int row = (lane + 32 * i) % N, g = (lane + 32 * i) / N;
         const int token = __shfl_sync(0xffffffffu, mine, row);
         const bool is_real = row < num_tokens && first_group + g < blocks;
@@ -336,6 +337,16 @@ __device__ __forceinline__ void copy_tokens(PlacesMemory<N>& memory, const Narro
   }
   wait_for_copies<0>();
   if (waiting >= 0) signal(waiting);
+  // The places of some tokens' choices, for the sum of a token's experts.
+#pragma unroll 1
+  for (int token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
+#pragma unroll 1
+    for (int i = lane; i < args.num_chosen; i += 32) {
+      const int choice = token * args.num_chosen + i, chosen = args.experts[choice];
+      const bool is_here = chosen >= 0 && chosen < args.num_experts;
+      args.places[choice] = is_here ? memory.choices.first[chosen] + rank_of(memory.choices, chosen, token) : -1;
+    }
+  }
 }
 
 template <bool kIsDown, int N, class W, bool kPlaces = false>
@@ -345,7 +356,6 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
                         const __grid_constant__ NarrowTilesArgs args) {
   using Memory = std::conditional_t<kPlaces, PlacesMemory<N>, NarrowTilesMemory<N>>;
   constexpr bool kGathers = kPlaces && !kIsDown;
-  static_assert(W::kIsQuantised || !kPlaces, "bf16 steps are not faster with it");
   constexpr int kRows = kIsDown ? 2 * kHalfRows : kHalfRows;  // of the output
   constexpr int kTokenBytes = kGroups * (N * 128 + (W::kIsQuantised ? (N + kMoreScales) * 4 : 0));
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -440,7 +450,7 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
   ExpertTile at;
 
   if constexpr (kGathers) {
-    if (warp == kWarps + 1) return copy_tokens<N>(memory, args, blocks, tokens_full, tokens_empty, find);
+    if (warp == kWarps + 1) return copy_tokens<N, W>(memory, args, blocks, tokens_full, tokens_empty, find);
   }
   if (warp > kWarps) return;
   if (warp == kWarps) {
@@ -500,14 +510,6 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
   uint32_t parity = 0, tokens_parity = 0;
   float sums[2][N / 2];
   if constexpr (kGathers) {
-    // The places of some tokens' choices, for the sum of a token's experts.
-    for (int token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
-      const int choice = token * args.num_chosen + threadIdx.x;
-      if (static_cast<int>(threadIdx.x) >= args.num_chosen) break;
-      const int chosen = args.experts[choice];
-      const bool is_here = chosen >= 0 && chosen < args.num_experts;
-      args.places[choice] = is_here ? memory.choices.first[chosen] + rank_of(memory.choices, chosen, token) : -1;
-    }
     if (is_dropped) {
 #pragma unroll 1
       for (; unit < num_early; unit += 2) {
@@ -578,7 +580,7 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
           const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-          values[i] *= token < num_tokens ? args.share_of[at.token + token] : 0.0f;
+          if (!kPlaces) values[i] *= token < num_tokens ? args.share_of[at.token + token] : 0.0f;
         }
         store_rows<N>(static_cast<bf16*>(args.out) + first_number, args.rows, values, num_tokens, args.rows - row);
       }

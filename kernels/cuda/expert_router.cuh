@@ -81,7 +81,7 @@ struct RouterArgs {
   bool is_normalized;     // the shares of a token add up to 1
   int* experts;           // written [T, k]
   float* shares;          // written [T, k]
-  GatherRowsArgs normed;  // with 8-bit weights, where it stores each token, at the token's number; `rows` may be null
+  GatherRowsArgs normed;  // where it stores each token, at the token's number; `rows` may be null
 };
 
 // Loads 8 columns of a token for the router, whose weights are never quantised: in their own order.
@@ -166,6 +166,24 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
   float* to = &memory.parts[warp][lane / 4][2 * (lane % 4)];
   to[0] = c[0], to[1] = c[1];
   to[8 * kRouterTokens] = c[2], to[8 * kRouterTokens + 1] = c[3];
+  // What the other warps than the first store of the block's token, see below.
+  constexpr int kRows = 2;
+  const bool is_storing = warp > 0 && args.normed.rows != nullptr && chooser < args.num_tokens;
+  uint4 normed[kRows];
+  float squares = 0.0f;
+  auto load_normed = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int vector = first + 32 * (warp - 1) + 32 * (kWarps - 1) * i + lane;
+      normed[i] = make_uint4(0, 0, 0, 0);
+      if (vector < args.columns / 8)
+        normed[i] = reinterpret_cast<const uint4*>(args.scaled + chooser * columns)[vector];
+    }
+  };
+  if (is_storing) {
+    squares = lane_squares(args.sums + chooser * args.norm_tiles, args.norm_tiles);
+    load_normed(0);
+  }
   __syncthreads();
   cluster_wait();  // all blocks have started
   if (threadIdx.x < kRouterExperts * kRouterTokens) {
@@ -179,15 +197,17 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
     if (expert % 4 == 0) send_float4(to, four, address_in_cluster(received, local));
   }
   if (warp != 0) {  // meanwhile, the first warp waits and chooses
-    if (!W::kIsQuantised || args.normed.rows == nullptr || chooser >= args.num_tokens) return;
-    const uint4* from = reinterpret_cast<const uint4*>(args.scaled + chooser * columns);
-    const float factor =
-        inverse_rms_of(args.sums + chooser * args.norm_tiles, args.norm_tiles, args.inverse_dim, args.epsilon);
+    if (!is_storing) return;
+    const float factor = inverse_rms_of(squares, args.inverse_dim, args.epsilon);
+    constexpr int kStride = 32 * (kWarps - 1);
 #pragma unroll 1
-    for (int first = 32 * (warp - 1); first < args.columns / 8; first += 32 * (kWarps - 1)) {
-      const int vector = first + lane;
-      const uint4 v = vector < args.columns / 8 ? from[vector] : make_uint4(0, 0, 0, 0);
-      store_normed<W>(args.normed, vector, v, factor, chooser);
+    for (int first = 0; first < args.columns / 8; first += kRows * kStride) {
+      if (first > 0) load_normed(first);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int warp_first = first + 32 * (warp - 1) + kStride * i;
+        if (warp_first < args.columns / 8) store_normed<W>(args.normed, warp_first + lane, normed[i], factor, chooser);
+      }
     }
     return;
   }
@@ -300,29 +320,54 @@ struct CombineArgs {
 
 template <class W>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineArgs args) {
+  constexpr int kTogether = 8;  // rows in flight
   let_next_kernel_start();
-  wait_for_previous_kernel();
   const int lane = threadIdx.x % 32, tiles = args.columns / 128;
   const int item = blockIdx.x * kWarps + threadIdx.x / 32;
   if (item >= args.num_tokens * tiles) return;
   const int token = item / tiles, column = item % tiles * 128 + 4 * lane;
   const int* places = args.places + token * args.num_chosen;
   const size_t at = static_cast<size_t>(token) * args.columns + column;
+  // The choices, the residual and the gain are complete since gate_up let down start, after its own wait.
   float4 sum = {};
-  if (args.residual != nullptr) sum = unpack_bf16(*reinterpret_cast<const uint2*>(args.residual + at));
-#pragma unroll 8
-  for (int j = 0; j < args.num_chosen; ++j) {
-    const int place = places[j];
-    if (place < 0) continue;
-    const bf16* row = args.rows + static_cast<size_t>(place) * args.columns + column;
-    const float4 v = unpack_bf16(*reinterpret_cast<const uint2*>(row));
-    const float share = args.shares != nullptr ? args.shares[token * args.num_chosen + j] : 1.0f;
-    sum = add(sum, make_float4(v.x * share, v.y * share, v.z * share, v.w * share));
+  uint2 gain = {};
+  if (args.residual != nullptr) sum = unpack_bf16(__ldcg(reinterpret_cast<const uint2*>(args.residual + at)));
+  if (args.next_gain != nullptr) gain = *reinterpret_cast<const uint2*>(args.next_gain + column);
+  float shares[kTogether];
+  auto load_shares = [&](int first) {
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int j = first + u;
+      shares[u] = 1.0f;
+      if (args.shares != nullptr && j < args.num_chosen) shares[u] = __ldcg(args.shares + token * args.num_chosen + j);
+    }
+  };
+  load_shares(0);
+  wait_for_previous_kernel();
+#pragma unroll 1
+  for (int first = 0; first < args.num_chosen; first += kTogether) {
+    if (first > 0) load_shares(first);
+    int found[kTogether];
+    uint2 rows[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) found[u] = first + u < args.num_chosen ? places[first + u] : -1;
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      rows[u] = make_uint2(0, 0);
+      const bf16* row = args.rows + static_cast<size_t>(max(found[u], 0)) * args.columns + column;
+      if (found[u] >= 0) rows[u] = *reinterpret_cast<const uint2*>(row);
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      if (found[u] < 0) continue;
+      const float4 v = unpack_bf16(rows[u]);
+      sum = add(sum, make_float4(v.x * shares[u], v.y * shares[u], v.z * shares[u], v.w * shares[u]));
+    }
   }
   const uint2 rounded = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
   *reinterpret_cast<uint2*>(args.out + at) = rounded;
   if (args.next_gain == nullptr) return;
-  const float4 x = unpack_bf16(rounded), g = unpack_bf16(*reinterpret_cast<const uint2*>(args.next_gain + column));
+  const float4 x = unpack_bf16(rounded), g = unpack_bf16(gain);
   store_activations<W>(args.scaled_out + static_cast<size_t>(token) * args.columns, nullptr, column,
                        make_float4(x.x * g.x, x.y * g.y, x.z * g.z, x.w * g.w));
   const float squares = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);

@@ -181,28 +181,28 @@ class Launcher {
   int mean_tokens() const { return (shapes_.choices() + shapes_.experts - 1) / shapes_.experts; }
   // Whether the kernels of a decode step find the places of the choices by themselves.
   bool has_places() const {
-    return W::kIsQuantised && shapes_.chunks() == 1 && mean_tokens() <= 16 && shapes_.mlp % W::kBlockColumns == 0;
+    constexpr int kMost = W::kIsQuantised ? 16 : 8;  // of an expert
+    return shapes_.chunks() == 1 && mean_tokens() <= kMost && shapes_.mlp % W::kBlockColumns == 0;
   }
 
   void many_tokens(int layer, int layers, const ExpertCall<W>& call) {
     const int mean = mean_tokens();
-    if constexpr (W::kIsQuantised) {
-      if (call.sums != nullptr && has_places()) {  // a decode step, whose router has left normed tokens
-        mean <= 8 ? narrow_tiles<16, true>(layer, layers, call) : narrow_tiles<32, true>(layer, layers, call);
-        return combine(call, call.shares);
-      }
-    }
-    put_in_order(call);
+    const bool finds = call.sums != nullptr && has_places();  // a decode step, whose router has left normed tokens
+    if (!finds) put_in_order(call);
     // Of a tile: twice the tokens that an expert has on average, as long as the weights are what takes time. Narrow
     // tiles need whole boxes.
     if (mean > kMostNarrowTokens<W> || shapes_.mlp % W::kBlockColumns != 0) {
       wide_tiles(layer, layers, call);
     } else if (mean <= 8) {
-      narrow_tiles<16>(layer, layers, call);
+      finds ? narrow_tiles<16, true>(layer, layers, call) : narrow_tiles<16>(layer, layers, call);
     } else if constexpr (W::kIsQuantised) {
-      mean <= 16 ? narrow_tiles<32>(layer, layers, call) : narrow_tiles<64>(layer, layers, call);
+      if (mean > 16) {
+        narrow_tiles<64>(layer, layers, call);
+      } else {
+        finds ? narrow_tiles<32, true>(layer, layers, call) : narrow_tiles<32>(layer, layers, call);
+      }
     }
-    combine(call, nullptr);
+    combine(call, finds ? call.shares : nullptr);
   }
 
   NarrowTilesArgs gate_up_args(int layer, const ExpertCall<W>& call) {
@@ -217,7 +217,7 @@ class Launcher {
     args.first_row = layer * 2 * shapes_.experts * shapes_.mlp;
     args.stride = shapes_.stride();
     args.experts = call.experts;
-    args.tokens = reinterpret_cast<const uint8_t*>(scratch_.rows);
+    args.tokens = scratch_.rows;
     args.token_scales = scratch_.row_scales;
     args.places = scratch_.places;
     args.num_tokens = shapes_.tokens;
@@ -475,9 +475,9 @@ std::vector<const void*> kernels_of() {
   add(down_rings_kernel<W>);
   add(narrow_tiles_kernel<false, 16, W>);
   add(narrow_tiles_kernel<true, 16, W>);
+  add(narrow_tiles_kernel<false, 16, W, true>);
+  add(narrow_tiles_kernel<true, 16, W, true>);
   if constexpr (W::kIsQuantised) {
-    add(narrow_tiles_kernel<false, 16, W, true>);
-    add(narrow_tiles_kernel<true, 16, W, true>);
     add(narrow_tiles_kernel<false, 32, W>);
     add(narrow_tiles_kernel<true, 32, W>);
     add(narrow_tiles_kernel<false, 32, W, true>);

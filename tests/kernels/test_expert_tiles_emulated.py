@@ -161,18 +161,21 @@ def test_tiles_of_few_tokens_are_the_float64_product(
 
 
 @pytest.mark.parametrize(
-    ("tile_tokens", "blocks", "mlp", "chosen_by_none"),
-    [(16, 5, 128, (0, 2)), (32, 5, 256, (1,)), (16, 12, 128, (3, 7)), (16, 3, 256, ())],
-)
+    ("is_fp8", "tile_tokens", "blocks", "mlp", "chosen_by_none"),
+    [
+        (True, 16, 5, 128, (0, 2)), (True, 32, 5, 256, (1,)), (True, 16, 12, 128, (3, 7)),
+        (False, 16, 3, 64, (0, 1, 2)), (False, 16, 5, 192, ()),
+    ],
+)  # fmt: skip
 def test_kernels_of_a_decode_step_find_the_places_of_the_choices(
-    library: ctypes.CDLL, tile_tokens: int, blocks: int, mlp: int, chosen_by_none: tuple[int, ...]
+    library: ctypes.CDLL, is_fp8: bool, tile_tokens: int, blocks: int, mlp: int, chosen_by_none: tuple[int, ...]
 ) -> None:
     """Experts with several tiles of tokens and with none, fewer and more blocks than tiles, and padding.
 
     Tokens lie in their own order. Where they are padding they hold NaN, and so does everything unwritten.
     """
     bfloat16, fp8, num_experts, num_tokens, embed = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, 8, 45, 384
-    rng = np.random.default_rng(3)
+    kinds, rng = fp8 if is_fp8 else bfloat16, np.random.default_rng(3)
     usable = np.setdiff1d(np.arange(num_experts), chosen_by_none)
     chosen = np.stack([rng.permutation(usable)[:3] for _ in range(num_tokens)]).astype(np.int32)
     is_padding = rng.random(num_tokens) < 0.2
@@ -183,19 +186,24 @@ def test_kernels_of_a_decode_step_find_the_places_of_the_choices(
     token_of = order[:num_places] // chosen.shape[1]
     stride = -(-chosen.size // 4) * 4
     values = rng.standard_normal((num_tokens, embed))
-    tokens, token_scales = np.full((num_tokens, embed), np.nan, fp8), np.full((3, stride), np.nan, np.float32)
-    tokens[~is_padding], token_scales[:, :num_tokens][:, ~is_padding] = rounded(values[~is_padding])
-    gate_up = stack(rng.standard_normal((2, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, True)
-    down = stack(rng.standard_normal((2, num_experts, embed, mlp), np.float32) * mlp**-0.5, True)
+    tokens, token_scales = np.full((num_tokens, embed), np.nan, kinds), np.full((3, stride), np.nan, np.float32)
+    tokens[~is_padding] = values[~is_padding].astype(bfloat16)
+    if is_fp8:
+        tokens[~is_padding], token_scales[:, :num_tokens][:, ~is_padding] = rounded(values[~is_padding])
+    gate_up = stack(rng.standard_normal((2, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, is_fp8)
+    down = stack(rng.standard_normal((2, num_experts, embed, mlp), np.float32) * mlp**-0.5, is_fp8)
     places = np.full(chosen.shape, -7, np.int32)
-    activated, outputs = np.full((chosen.size, mlp), np.nan, fp8), np.full((chosen.size, embed), np.nan, bfloat16)
-    out_scales = [np.full((size // 128, stride), np.nan, np.float32) for size in (mlp, embed)]
+    activated, outputs = np.full((chosen.size, mlp), np.nan, kinds), np.full((chosen.size, embed), np.nan, bfloat16)
+    out_scales = [np.full((max(1, size // 128), stride), np.nan, np.float32) for size in (mlp, embed)]
     for is_down, weights, source, out in ((0, gate_up, tokens, activated), (1, down, activated, outputs)):
         columns = source.shape[1]
-        rows, groups = weights.data.size // columns, columns // 128
+        columns_each, rows = 128 // weights.data.itemsize, weights.data.size // columns
+        groups = columns // columns_each
         maps = (TensorMap * 3)(
-            TensorMap(weights.data.ctypes.data, (128, rows, groups), (128, 64, 2), 1),
-            TensorMap(source.ctypes.data, (128, len(source), groups), (128, tile_tokens, 2), 1),
+            TensorMap(weights.data.ctypes.data, (columns_each, rows, groups), (columns_each, 64, 2), source.itemsize),
+            TensorMap(
+                source.ctypes.data, (columns_each, len(source), groups), (columns_each, tile_tokens, 2), source.itemsize
+            ),
             TensorMap(out_scales[0].ctypes.data, (stride, len(out_scales[0]), 1), (tile_tokens + 4, 1, 1), 4),
         )
         args = NarrowTilesArgs(
@@ -203,17 +211,17 @@ def test_kernels_of_a_decode_step_find_the_places_of_the_choices(
             rows // 2, stride, chosen.ctypes.data, tokens.ctypes.data, token_scales.ctypes.data, places.ctypes.data,
             num_tokens, chosen.shape[1], num_experts,
         )  # fmt: skip
-        library.narrow_tiles(True, tile_tokens, is_down, blocks, maps, ctypes.byref(args))
+        library.narrow_tiles(is_fp8, tile_tokens, is_down, blocks, maps, ctypes.byref(args))
     np.testing.assert_array_equal(places.ravel()[order[:num_places]], np.arange(num_places))
     np.testing.assert_array_equal(places[chosen < 0], -1)
-    numbers = scaled_rows(tokens, token_scales[:, :num_tokens])[token_of]
-    found = scaled_rows(activated, out_scales[0][:, : len(activated)])
+    numbers = (scaled_rows(tokens, token_scales[:, :num_tokens]) if is_fp8 else tokens.astype(np.float64))[token_of]
+    found = scaled_rows(activated, out_scales[0][:, : len(activated)]) if is_fp8 else activated.astype(np.float64)
     experts = chosen.ravel()[order[:num_places]]
     for expert in usable:
         mine = np.flatnonzero(experts == expert)
         gate, up = (numbers[mine] @ matrix.astype(np.float64).T for matrix in gate_up.values[1, expert])
         hidden = gate / (1 + np.exp(-gate)) * up
-        assert np.linalg.norm(found[mine] - hidden) <= 0.04 * np.linalg.norm(hidden), expert
+        assert np.linalg.norm(found[mine] - hidden) <= (0.04 if is_fp8 else 0.004) * np.linalg.norm(hidden), expert
         expected = found[mine] @ down.values[1, expert].astype(np.float64).T
         error = np.linalg.norm(outputs[mine].astype(np.float64) - expected)
         assert error <= 3e-3 * np.linalg.norm(expected), expert

@@ -169,7 +169,8 @@ Tiles narrow(int tokens) {
   return tokens == 16 ? experts::narrow_tiles_kernel<kIsDown, 16, W> : experts::narrow_tiles_kernel<kIsDown, 64, W>;
 }
 template <bool kIsDown>
-Tiles with_places(int tokens) {
+Tiles with_places(int is_fp8, int tokens) {
+  if (!is_fp8) return experts::narrow_tiles_kernel<kIsDown, 16, Bf16Weights, true>;
   return tokens == 16 ? experts::narrow_tiles_kernel<kIsDown, 16, Fp8Weights, true>
                       : experts::narrow_tiles_kernel<kIsDown, 32, Fp8Weights, true>;
 }
@@ -177,7 +178,7 @@ template <bool kIsDown>
 void run_tiles(int is_fp8, int tokens, unsigned blocks, const CUtensorMap* maps, const experts::NarrowTilesArgs* args) {
   const bool is_wide = tokens == experts::kFp8TileTokens;
   if (args->experts != nullptr) {
-    Tiles kernel = with_places<kIsDown>(tokens);
+    Tiles kernel = with_places<kIsDown>(is_fp8, tokens);
     return run(experts::narrow_threads(true), blocks, [&] { kernel(maps[0], maps[1], maps[2], *args); });
   }
   Tiles kernel = is_fp8 ? narrow<Fp8Weights, kIsDown>(tokens) : narrow<Bf16Weights, kIsDown>(tokens);
