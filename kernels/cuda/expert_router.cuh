@@ -368,7 +368,9 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   *reinterpret_cast<uint2*>(args.out + at) = rounded;
   if (args.next_gain == nullptr) return;
   const float4 x = unpack_bf16(rounded), g = unpack_bf16(gain);
-  store_activations<W>(args.scaled_out + static_cast<size_t>(token) * args.columns, nullptr, column,
+  const size_t row = static_cast<size_t>(token) * args.columns;
+  uint8_t* exponents = exponents_of(args.scaled_out, args.num_tokens, args.columns) + row / kExponentColumns;
+  store_activations<W>(args.scaled_out + row, exponents, column,
                        make_float4(x.x * g.x, x.y * g.y, x.z * g.z, x.w * g.w));
   const float squares = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
   if (lane == 0) args.sums_out[item] = squares;

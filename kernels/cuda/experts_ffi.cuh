@@ -72,30 +72,37 @@ ffi::Error decode_expert_layers(cudaStream_t stream, ffi::RemainingArgs all, Out
   expert_shapes.mlp = size(down.data, 3);
   expert_shapes.most_few_tokens = most_few_tokens;
 
-  StepOf<W> step(shapes, tuning_of(tuning), stream);
-  step.weights = {data<bf16>(input_norm),
-                  qkv.matrix,
-                  data<bf16>(q_norm),
-                  data<bf16>(k_norm),
-                  o.matrix,
-                  data<bf16>(post_norm),
-                  {},
-                  {}};
-  step.cache = {data<void>(cache_out), is_fp8(cache), data<int>(page_table), data<int>(positions)};
-  step.inverse_frequencies = data<float>(inverse_frequencies);
-  step.epsilon = epsilon;
-  step.scale = scale;
-  step.rotary_scale = rotary_scale;
-  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
-  if (needed > scratch->element_count()) return too_small(needed);
   experts::ExpertScratch parts;
-  needed = parts.carve(expert_shapes, data<uint8_t>(expert_scratch));
-  if (needed > expert_scratch->element_count()) return too_small(needed);
+  const size_t expert_bytes = parts.carve(expert_shapes, data<uint8_t>(expert_scratch));
+  if (expert_bytes > expert_scratch->element_count()) return too_small(expert_bytes);
   parts.experts = data<int>(chosen);
-  experts::run_layers<W>(step, expert_shapes, parts, {data<bf16>(router), gate_up.matrix, down.matrix},
-                         data<int>(positions), is_normalized != 0, size(down.data, 0), data<bf16>(x), data<bf16>(x_out),
-                         first_layer, num_layers);
-  return result(step);
+  const auto run = [&](auto step) {
+    step.weights = {data<bf16>(input_norm),
+                    qkv.matrix,
+                    data<bf16>(q_norm),
+                    data<bf16>(k_norm),
+                    o.matrix,
+                    data<bf16>(post_norm),
+                    {},
+                    {}};
+    step.cache = {data<void>(cache_out), is_fp8(cache), data<int>(page_table), data<int>(positions)};
+    step.inverse_frequencies = data<float>(inverse_frequencies);
+    step.epsilon = epsilon;
+    step.scale = scale;
+    step.rotary_scale = rotary_scale;
+    const size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
+    if (needed > scratch->element_count()) return too_small(needed);
+    experts::run_layers<W>(step, expert_shapes, parts, {data<bf16>(router), gate_up.matrix, down.matrix},
+                           data<int>(positions), is_normalized != 0, size(down.data, 0), data<bf16>(x),
+                           data<bf16>(x_out), first_layer, num_layers);
+    return result(step);
+  };
+  if constexpr (W::kIsQuantised) {
+    if (experts::splits_activations(expert_shapes)) {
+      return run(StepOf<RoutedFp8Weights>(shapes, tuning_of(tuning), stream));
+    }
+  }
+  return run(StepOf<W>(shapes, tuning_of(tuning), stream));
 }
 
 inline auto experts_binding() {

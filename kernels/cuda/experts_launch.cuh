@@ -80,10 +80,11 @@ struct ExpertCall {
   float* sums_out = nullptr;  // [T, D / 16] if computed by rows, else [T, D / 128]
 };
 
-template <class W>
+// P: the format of the projections, for which the experts leave the inputs of the next layer.
+template <class W, class P = W>
 class Launcher {
  public:
-  Launcher(StepOf<W>& step, const ExpertShapes& shapes, const ExpertScratch& scratch)
+  Launcher(StepOf<P>& step, const ExpertShapes& shapes, const ExpertScratch& scratch)
       : step_(step), shapes_(shapes), scratch_(scratch) {}
 
   void experts(int layer, int layers, const ExpertCall<W>& call) {
@@ -388,13 +389,19 @@ class Launcher {
     args.num_chosen = shapes_.chosen;
     args.columns = shapes_.embed;
     const int warps = shapes_.tokens * (shapes_.embed / 128);
-    step_.launch("expert sums", combine_kernel<W>, dim3((warps + kWarps - 1) / kWarps), kThreads, 0, 1, args);
+    step_.launch("expert sums", combine_kernel<Taken<P>>, dim3((warps + kWarps - 1) / kWarps), kThreads, 0, 1, args);
   }
 
-  StepOf<W>& step_;
+  StepOf<P>& step_;
   const ExpertShapes shapes_;
   const ExpertScratch scratch_;
 };
+
+// Whether FP8 projections of a step with FP8 experts take split activations: a product of its own for each of two
+// numbers is faster than conversion in registers for up to 32 tokens.
+inline bool splits_activations(const ExpertShapes& shapes) {
+  return shapes.tokens > kFewTokens && shapes.tokens <= SplitFp8Weights::kMost;
+}
 
 template <class W>
 struct ExpertStacks {
@@ -404,12 +411,12 @@ struct ExpertStacks {
 
 // Runs some of `layers` layers with experts, on one GPU: those of Step, with a router and experts in place of the MLP.
 // Each layer's choices are left in `scratch.experts`, [num_layers, T, k].
-template <class W>
-void run_layers(StepOf<W>& step, const ExpertShapes& shapes, ExpertScratch scratch, const ExpertStacks<W>& stacks,
+template <class W, class P>
+void run_layers(StepOf<P>& step, const ExpertShapes& shapes, ExpertScratch scratch, const ExpertStacks<W>& stacks,
                 const int* positions, bool is_normalized, int layers, const bf16* x, bf16* out, int first,
                 int num_layers) {
   const Scratch& s = step.scratch;
-  Launcher<W> launcher(step, shapes, scratch);
+  Launcher<W, P> launcher(step, shapes, scratch);
   auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes.embed; };
   step.scratch.sums = scratch.sums;
   step.norm_tiles = 0;
@@ -486,6 +493,9 @@ std::vector<const void*> kernels_of() {
     add(narrow_tiles_kernel<true, 64, W>);
     add(fp8_tiles_kernel<false>);
     add(fp8_tiles_kernel<true>);
+    add(combine_kernel<SplitFp8Weights>);
+    add_projections_of<Epilogue::kQkv, RoutedFp8Weights>(kernels);
+    add_projections_of<Epilogue::kResidual, RoutedFp8Weights>(kernels);
   } else {
     add(tiles_kernel<false>);
     add(tiles_kernel<true>);

@@ -168,7 +168,7 @@ class StepOf {
     args.head_dim = shapes_.head_dim;
     args.num_arrived = scratch.unmerged.num_arrived;
     args.arrivals = shapes_.arrivals();
-    launch("prepare", prepare_kernel<W>, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
+    launch("prepare", prepare_kernel<Taken<W>>, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
   }
 
   // Converts activations [batch, columns] to the form that a product with quantised weights needs.
@@ -225,9 +225,10 @@ class StepOf {
     args.stages = std::min(warp_ring_bytes() / stage_bytes, most_tiles);
     args.stages = std::max(args.stages, cache.is_fp8 ? least_stages<Fp8Cache> : least_stages<Bf16Cache>);
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
-    auto kernel = h == 128 ? attention_kernel<128, W> : attention_kernel<64, W>;
-    if (cache.is_fp8) kernel = h == 128 ? attention_kernel<128, W, Fp8Cache> : attention_kernel<64, W, Fp8Cache>;
-    if (has_long_tiles()) kernel = attention_kernel<128, W, LongFp8Cache>;
+    using A = Taken<W>;
+    auto kernel = h == 128 ? attention_kernel<128, A> : attention_kernel<64, A>;
+    if (cache.is_fp8) kernel = h == 128 ? attention_kernel<128, A, Fp8Cache> : attention_kernel<64, A, Fp8Cache>;
+    if (has_long_tiles()) kernel = attention_kernel<128, A, LongFp8Cache>;
     const size_t received_bytes = h == 128 ? sizeof(Received<128>) : sizeof(Received<64>);
     launch("attention", kernel, grid, kAttentionThreads, ring_bytes + received_bytes, splits, pages, args);
   }

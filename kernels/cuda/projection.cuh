@@ -281,7 +281,7 @@ __device__ __forceinline__ float4 finish_residual(const ProjectionArgs& args, in
   if constexpr (W::kIsQuantised) {
     const size_t row = static_cast<size_t>(token) * args.out_columns;
     uint8_t* exponents = exponents_of(args.scaled_out, args.batch, args.out_columns) + row / kExponentColumns;
-    store_activations<W>(args.scaled_out + row, exponents, tile * kTileRows + 4 * lane, scaled);
+    store_activations<Left<W>>(args.scaled_out + row, exponents, tile * kTileRows + 4 * lane, scaled);
   } else {
     store_bf16x4(args.scaled_out + at, scaled);
   }

@@ -101,4 +101,9 @@ struct BlockProduct<N, SplitFp8Weights> {
   }
 };
 
+template <int N>
+struct BlockProduct<N, RoutedFp8Weights> : BlockProduct<N, SplitFp8Weights> {
+  using BlockProduct<N, SplitFp8Weights>::BlockProduct;
+};
+
 }  // namespace meshserve

@@ -53,6 +53,9 @@ struct SplitFp8Weights {  // e4m3, multiplied with split activations
   static constexpr int kBlockColumns = 128;
   static constexpr int kFewest = 8, kMost = 32;
 };
+struct RoutedFp8Weights : SplitFp8Weights {  // the same, of a layer with a router and experts
+  static constexpr int kFewest = 16;
+};
 struct IntegerInt4Weights {  // as Int4Weights, multiplied with integer activations
   using Matrix = ScaledMatrix;
   static constexpr bool kIsQuantised = true, kIsInt4 = true, kIsSplit = true;
@@ -65,6 +68,12 @@ struct Int4Weights {  // unsigned, two in a byte: column 2j is the low half of b
   static constexpr int kBlockColumns = 256;
   static constexpr int kFewest = 16, kMost = 64;
 };
+
+// The format whose activations a format takes, and the one that the output projection leaves for what follows it.
+template <class W>
+using Taken = std::conditional_t<std::is_same_v<W, RoutedFp8Weights>, SplitFp8Weights, W>;
+template <class W>
+using Left = std::conditional_t<std::is_same_v<W, RoutedFp8Weights>, Fp8Weights, W>;
 
 // Returns the width of the products of a step, in tokens: the N of their wgmma instructions.
 constexpr int width_of(int tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }

@@ -331,21 +331,28 @@ def test_tokens_are_put_in_order_of_their_experts(library: ctypes.CDLL, num_toke
             assert np.isnan(rows[num_places:].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("has_shares", [False, True])
-def test_the_rows_of_a_token_are_added_up(library: ctypes.CDLL, has_shares: bool) -> None:
-    """The experts do nothing, but multiply by the share if the sum does not."""
+@pytest.mark.parametrize(("has_shares", "is_split"), [(False, False), (True, False), (True, True)])
+def test_the_rows_of_a_token_are_added_up(library: ctypes.CDLL, has_shares: bool, is_split: bool) -> None:
+    """The experts do nothing, but multiply by the share if the sum does not. What is left for the next layer may be two
+    e4m3 numbers each, and a power of two for each 64.
+    """
     case, x, _, shares, places, _, token_of, share_of, _, _ = found = arranged(library, 200)
     num_places = found.is_here.sum()
     rows = np.full((found.chosen.size, case.embed), np.nan, ml_dtypes.bfloat16)
     rows[:num_places] = x[token_of[:num_places]].astype(np.float32) * (1 if has_shares else share_of[:num_places, None])
-    out, scaled, gain = np.full_like(x, 1), np.full_like(x, np.nan), np.full(case.embed, 2, ml_dtypes.bfloat16)
+    out, gain = np.full_like(x, 1), np.full(case.embed, 2, ml_dtypes.bfloat16)
+    left = np.full(x.size * 2 + x.size // 64, 0xFF, np.uint8)
     sums = np.full((case.num_tokens, 1), np.nan, np.float32)
-    pointers = (array.ctypes.data for array in (places, out, gain, out, scaled, sums))
+    pointers = (array.ctypes.data for array in (places, out, gain, out, left, sums))
     given = shares.ctypes.data if has_shares else None
-    library.combine(
-        ctypes.byref(CombineArgs(rows.ctypes.data, given, *pointers, case.num_tokens, case.num_chosen, case.embed))
-    )
+    args = CombineArgs(rows.ctypes.data, given, *pointers, case.num_tokens, case.num_chosen, case.embed)
+    library.combine(is_split, ctypes.byref(args))
     expected = 1 + np.where(found.is_here, shares, 0).sum(axis=1, keepdims=True) * np.nan_to_num(x.astype(np.float32))
     np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.03, rtol=0.02)
-    np.testing.assert_array_equal(scaled.astype(np.float32), 2 * out.astype(np.float32))
+    scaled = left[: 2 * x.size].view(x.dtype).reshape(x.shape).astype(np.float32)
+    if is_split:
+        numbers = left[: 2 * x.size].view(ml_dtypes.float8_e4m3fn).reshape(-1, 2, 64).astype(np.float32).sum(axis=1)
+        scaled = (numbers * np.exp2(left[2 * x.size :, None].astype(np.float32) - 127)).reshape(x.shape)
+    error = np.abs(scaled - 2 * out.astype(np.float32)).max(axis=1)
+    assert (error <= (2**-17 if is_split else 0) * np.abs(scaled).max(axis=1)).all()
     np.testing.assert_allclose(sums[:, 0], (out.astype(np.float32) ** 2).sum(axis=1), rtol=1e-5)

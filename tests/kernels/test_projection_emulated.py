@@ -1,5 +1,5 @@
-"""Tests the projections of 64 tokens at a time (kernels/cuda/projection.cuh) compiled for the host: all blocks of a
-cluster with their ring, products, exchange of sums and epilogues, without the asynchrony of the tensor cores.
+"""Tests the projections of 32 or 64 tokens at a time (kernels/cuda/projection.cuh) compiled for the host: all blocks of
+a cluster with their ring, products, exchange of sums and epilogues, without the asynchrony of the tensor cores.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from .emulated_experts import Scales, ordered, stack
 pytestmark = on_host.needs_compiler
 BFLOAT16 = ml_dtypes.bfloat16
 EPSILON = 1e-5
+BF16, FP8, SPLIT = 0, 1, 2  # weights and, of the last, split activations
 
 
 class Problem(ctypes.Structure):
@@ -57,11 +58,12 @@ def inputs(is_fp8: bool, batch: int, columns: int, rows: int) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize(
-    ("is_fp8", "batch", "splits"), [(True, 50, 3), (True, 64, 1), (True, 70, 2), (False, 50, 3), (False, 70, 1)]
+    ("format", "batch", "splits"),
+    [(FP8, 50, 3), (FP8, 64, 1), (FP8, 70, 2), (SPLIT, 30, 3), (SPLIT, 32, 1), (BF16, 50, 3), (BF16, 70, 1)],
 )
-def test_query_key_and_value(library: ctypes.CDLL, is_fp8: bool, batch: int, splits: int) -> None:
+def test_query_key_and_value(library: ctypes.CDLL, format: int, batch: int, splits: int) -> None:
     kv_heads, group, page_size, columns = 1, 2, 16, 512
-    x, product, given, _unused = inputs(is_fp8, batch, columns, kv_heads * (group + 2) * 128)
+    x, product, given, _unused = inputs(format != BF16, batch, columns, kv_heads * (group + 2) * 128)
     rng = np.random.default_rng(12)
     sums = np.ascontiguousarray((x.reshape(batch, -1, 128) ** 2).sum(axis=2))
     gains = rng.uniform(0.5, 2, (2, 128)).astype(BFLOAT16)
@@ -77,7 +79,7 @@ def test_query_key_and_value(library: ctypes.CDLL, is_fp8: bool, batch: int, spl
         pages=2 * batch, q_gain=gains[0].ctypes.data, k_gain=gains[1].ctypes.data, cos_sin=cos_sin.ctypes.data,
         page_table=page_table.ctypes.data, positions=positions.ctypes.data, q=q.ctypes.data, cache=cache.ctypes.data,
     )  # fmt: skip
-    library.project(is_fp8, True, ctypes.byref(problem))
+    library.project(format, True, ctypes.byref(problem))
     heads = product.reshape(batch, kv_heads, group + 2, 128)
     heads = heads / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1) + EPSILON)[:, None, None, None]
 
@@ -97,12 +99,13 @@ def test_query_key_and_value(library: ctypes.CDLL, is_fp8: bool, batch: int, spl
 
 
 @pytest.mark.parametrize(
-    ("is_fp8", "batch", "splits"), [(True, 50, 4), (True, 64, 2), (True, 70, 1), (False, 50, 4), (False, 64, 8)]
+    ("format", "batch", "splits"),
+    [(FP8, 50, 4), (FP8, 64, 2), (FP8, 70, 1), (SPLIT, 20, 4), (SPLIT, 32, 1), (BF16, 50, 4), (BF16, 64, 8)],
 )
-def test_output(library: ctypes.CDLL, is_fp8: bool, batch: int, splits: int) -> None:
+def test_output(library: ctypes.CDLL, format: int, batch: int, splits: int) -> None:
     """What it leaves for the router has the order that 8-bit weights need. 70 tokens take two groups of blocks."""
     columns, embed = 512, 256
-    _, product, given, _unused = inputs(is_fp8, batch, columns, embed)
+    _, product, given, _unused = inputs(format != BF16, batch, columns, embed)
     rng = np.random.default_rng(13)
     residual = rng.standard_normal((batch, embed)).astype(BFLOAT16)
     gain = rng.uniform(0.5, 2, embed).astype(BFLOAT16)
@@ -112,10 +115,10 @@ def test_output(library: ctypes.CDLL, is_fp8: bool, batch: int, splits: int) -> 
         **given, splits=splits, residual=out.ctypes.data, out=out.ctypes.data, next_gain=gain.ctypes.data,
         scaled_out=scaled.ctypes.data, sums_out=sums.ctypes.data,
     )  # fmt: skip
-    library.project(is_fp8, False, ctypes.byref(problem))
+    library.project(format, False, ctypes.byref(problem))
     np.testing.assert_allclose(out.astype(np.float64), residual.astype(np.float64) + product, rtol=0.01, atol=0.01)
     expected = (out.astype(np.float32) * gain.astype(np.float32)).astype(BFLOAT16)
-    np.testing.assert_array_equal(scaled[:batch], ordered(expected) if is_fp8 else expected)
+    np.testing.assert_array_equal(scaled[:batch], expected if format == BF16 else ordered(expected))
     assert np.isnan(scaled[batch:].astype(np.float32)).all()
     tiles = out.astype(np.float32).reshape(batch, -1, 128)
     np.testing.assert_allclose(sums, (tiles**2).sum(axis=2), rtol=1e-5)

@@ -96,9 +96,10 @@ extern "C" void place_and_gather(int is_fp8, const experts::ArrangeArgs* args, c
   auto* kernel = is_fp8 ? experts::place_and_gather_kernel<Fp8Weights> : experts::place_and_gather_kernel<Bf16Weights>;
   run(kernel, args->num_tokens, *args, *rows);
 }
-extern "C" void combine(const experts::CombineArgs* args) {
+extern "C" void combine(int is_split, const experts::CombineArgs* args) {
   const unsigned warps = args->num_tokens * (args->columns / 128);
-  run(experts::combine_kernel<Bf16Weights>, (warps + experts::kWarps - 1) / experts::kWarps, *args);
+  auto* kernel = is_split ? experts::combine_kernel<SplitFp8Weights> : experts::combine_kernel<Bf16Weights>;
+  run(kernel, (warps + experts::kWarps - 1) / experts::kWarps, *args);
 }
 
 namespace {

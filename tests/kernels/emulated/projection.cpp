@@ -1,4 +1,4 @@
-// Runs projections of 64 tokens at a time (projection.cuh) on the host, one cluster of blocks after another.
+// Runs projections of 32 or 64 tokens at a time (projection.cuh) on the host, one cluster of blocks after another.
 #include "ptx.cuh"
 
 namespace meshserve {
@@ -62,8 +62,8 @@ std::vector<bf16> activations_of(const Problem& problem) {
 
 template <Epilogue E, class W>
 void run(const Problem& problem) {
-  constexpr int N = 64;
-  const std::vector<bf16> input = activations_of<W>(problem);
+  constexpr int N = W::kMost;
+  const std::vector<bf16> input = activations_of<Taken<W>>(problem);
   const int row_bytes = problem.columns * 128 / W::kBlockColumns, rows = 2 * problem.tiles * kTileRows;
   const int element_bytes = W::kIsQuantised ? 1 : 2;
   CUtensorMap weights = {static_cast<const uint8_t*>(problem.weights), {}, {}, element_bytes};
@@ -76,6 +76,10 @@ void run(const Problem& problem) {
                               {kBlockK, N, W::kBlockColumns / kBlockK},
                               2};
   ArgsOf<E, W> args = {};
+  if constexpr (W::kIsSplit) {
+    args.exponents = exponents_of(input.data(), problem.batch, problem.columns);
+    args.exponent_offset = 140 << 10;
+  }
   args.batch = problem.batch;
   args.splits = problem.splits;
   args.k_blocks = problem.columns / W::kBlockColumns;
@@ -135,10 +139,16 @@ void run(const Problem& problem) {
 
 }  // namespace
 
-extern "C" void project(int is_fp8, int is_qkv, const Problem* problem) {
-  if (is_fp8) {
-    is_qkv ? run<Epilogue::kQkv, Fp8Weights>(*problem) : run<Epilogue::kResidual, Fp8Weights>(*problem);
-  } else {
-    is_qkv ? run<Epilogue::kQkv, Bf16Weights>(*problem) : run<Epilogue::kResidual, Bf16Weights>(*problem);
-  }
+namespace {
+template <class W>
+void run(bool is_qkv, const Problem& problem) {
+  is_qkv ? run<Epilogue::kQkv, W>(problem) : run<Epilogue::kResidual, W>(problem);
+}
+}  // namespace
+
+// `format`: bf16, e4m3 with ordered activations, or with split ones.
+extern "C" void project(int format, int is_qkv, const Problem* problem) {
+  if (format == 0) run<Bf16Weights>(is_qkv != 0, *problem);
+  if (format == 1) run<Fp8Weights>(is_qkv != 0, *problem);
+  if (format == 2) run<RoutedFp8Weights>(is_qkv != 0, *problem);
 }
