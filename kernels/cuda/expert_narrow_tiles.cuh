@@ -408,7 +408,8 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
     if constexpr (!kIsDown) num_reserved = min(static_cast<int>(gridDim.x) / row_tiles, args.num_experts);
     reserved.expert = blockIdx.x / row_tiles, reserved.row = blockIdx.x % row_tiles * kRows;
     reserved.is_reserved = reserved.expert < num_reserved;
-    if (reserved.is_reserved) num_early = min(kUnits<N>, units);
+    // In bfloat16 only as many as have been measured.
+    if (reserved.is_reserved) num_early = min(W::kIsQuantised ? kUnits<N> : 4, units);
     clear(memory.choices);
     if (warp == kWarps && num_early > 0) {
       const int row = row_of(reserved.expert, reserved.row);
