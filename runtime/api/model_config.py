@@ -98,13 +98,18 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_positions: int
-    is_tied: bool  # whether the embedding is also the output head
+    is_tied: bool  # whether the embedding is also the output head, or what it is quantised from
     dtype: str  # dtype of the checkpoint: "bfloat16", "float32" or "float16"
     rope: RopeConfig
     experts: ExpertsConfig | None  # None: every layer has a single MLP
     quantisation: Quantisation | None  # of the layers' projections; None: they have `dtype`
     head_quantisation: Quantisation | None  # of the output head, made when it is loaded
     pooling: Pooling | None  # None: the model generates tokens; see `weights.model_task`
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the output head is a table of its own, which a quantised one always is."""
+        return not self.is_tied or self.head_quantisation is not None
 
     @property
     def task(self) -> str:

@@ -272,7 +272,7 @@ class Qwen3(nnx.Module):
             stacked = replace(declare, prefix=f"{name}.", stack=(len(layers),))
             setattr(self, name, self.layer_types[name](config, layout, stacked))
         self.norm = declare((config.embed_dim,), (None,))
-        if not config.is_tied:
+        if config.has_head:
             self.head = replace(declare, quantisation=config.head_quantisation).matrix("head", table, ("vocab", None))
         self.config, self.cp = config, layout.cp
 
@@ -398,7 +398,7 @@ class Qwen3(nnx.Module):
     def logits(self, x: jax.Array, linear: Callable[..., jax.Array] = xla.linear) -> jax.Array:
         """Computes float32 logits [B, V / shards] of this shard's vocabulary from hidden states [B, D]."""
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
-        table = self.embedding[...] if self.config.is_tied else self.head[...]
+        table = self.head[...] if self.config.has_head else self.embedding[...]
         return linear(x, table, out_dtype=jnp.dtype("float32"))
 
 

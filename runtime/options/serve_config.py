@@ -127,7 +127,7 @@ class ServeConfig:
         choices=("none", *SCHEMES),
     )
     fp8_head: bool = option(
-        False, _MODEL, "quantise the output head to FP8 while it is loaded, unless it is tied to the embedding"
+        False, _MODEL, "quantise the output head to FP8 while it is loaded; of a tied embedding, an FP8 copy is made"
     )
     random_weights: bool = option(
         False,

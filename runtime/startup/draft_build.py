@@ -230,9 +230,10 @@ def _load_head(kind: HeadKind, files: ModelFiles, served: PlacedServer, params: 
         raise ConfigError("--draft-model: a trained head does not divide pages among devices yet. Set --cp 1.")
     config = kind.config(read_json(files.small / "config.json"), served.model)
     needs_head = bool(kind.shared(config, jnp.zeros(0)))
-    if needs_head and served.model.head_quantisation is not None:
+    head = "embedding" if served.model.is_tied else "head"
+    if needs_head and head == "head" and served.model.head_quantisation is not None:
         raise ConfigError(
-            "--draft-model: this drafter uses the served model's output head, which is quantised. Set --fp8-head false."
+            "--draft-model: this drafter uses the served model's output head, which is quantised. Omit --fp8-head."
         )
     if isinstance(config, BlockConfig) and served.limits.draft_tokens >= config.block_size:
         raise ConfigError(
@@ -241,7 +242,7 @@ def _load_head(kind: HeadKind, files: ModelFiles, served: PlacedServer, params: 
         )
     tables = {"embedding": params["embedding"].get_value()}
     if needs_head:
-        tables["head"] = params["embedding" if served.model.is_tied else "head"].get_value()
+        tables["head"] = params[head].get_value()
     structure, head_params = load_head(kind, files.weights, config, served.mesh, served.dtype, tables)
     layout = head_layout(config, served.mesh.size)
     return LoadedHead(

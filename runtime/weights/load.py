@@ -29,6 +29,7 @@ from ..quantisation.sources import PublishedMatrices, StoredGrids
 from .hf_layout import checkpoint_tensors, hf_pieces, quantised_matrices, tensors_to_ignore
 from .orbax_layout import (
     Pieces,
+    source_table,
     stack_of,
     stored_name,
     stored_parts,
@@ -118,7 +119,7 @@ def open_weights(directory: epath.PathLike, config: ModelConfig) -> OpenedWeight
         source: Source = checkpoint
         if quantisation is not None:
             source = QuantisingSource(checkpoint, quantisation) if made else _grids(checkpoint, stored)
-        return OpenedWeights(_with_head(source, config, "head"), stored_pieces)
+        return OpenedWeights(_with_head(source, config, source_table(config, "head")), stored_pieces)
     files = _tensor_files(directory, config)
     expected: dict[str, tuple[int, ...]] = checkpoint_tensors(config)
     dtypes: dict[str, tuple[str, ...]] = {}
@@ -133,7 +134,7 @@ def open_weights(directory: epath.PathLike, config: ModelConfig) -> OpenedWeight
         source = QuantisingSource(files, quantisation)
     elif quantisation is not None:
         source = PublishedMatrices(files, matrices, quantisation.scale_dtype)
-    (head,) = architecture_of(config).weight_map.tables["head"].all_names
+    (head,) = architecture_of(config).weight_map.tables[source_table(config, "head")].all_names
     return OpenedWeights(_with_head(source, config, head), hf_pieces)
 
 

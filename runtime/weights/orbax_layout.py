@@ -119,7 +119,12 @@ def tensors_of(config: ModelConfig, array: StoredArray) -> Tensors:
     """Returns the tensors that form a parameter, or the matrix that it is part of."""
     weight_map, name = architecture_of(config).weight_map, array.matrix_name(array.parameter)
     stack = stack_of(config, name)
-    return weight_map.tables[name] if stack is None else weight_map.layers[stack.key]
+    return weight_map.tables[source_table(config, name)] if stack is None else weight_map.layers[stack.key]
+
+
+def source_table(config: ModelConfig, name: str) -> str:
+    """Returns the table that an unstacked parameter is loaded from: itself, or the embedding for a tied head."""
+    return "embedding" if name == "head" and config.is_tied else name
 
 
 @functools.lru_cache(maxsize=16)
@@ -215,7 +220,9 @@ def stored_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]
         stack = stack_of(config, matrix)
 
         def of_layer(index: int) -> list[Piece]:
-            stored = matrix if stack is None else stored_name(part_of_layer(stack.layers[index]), stack.key)
+            stored = source_table(config, matrix)
+            if stack is not None:
+                stored = stored_name(part_of_layer(stack.layers[index]), stack.key)
             return [dataclasses.replace(piece, tensor=array.part_name(stored)) for piece in pieces]
 
         return of_layer

@@ -193,18 +193,9 @@ def architecture_of(config: ModelConfig) -> Architecture:
 
 
 def with_fp8_head(config: ModelConfig) -> ModelConfig:
-    """Returns the config of the model with its output head in FP8.
-
-    Raises:
-      ConfigError: The head is the embedding.
-    """
+    """Returns the config of the model with its output head in FP8; a tied one is a copy of the embedding."""
     from ..quantisation.quantise import head_quantisation  # not at module level: importing jax takes seconds
 
-    if config.is_tied:
-        raise ConfigError(
-            "--fp8-head: the output head of this model is its embedding (tie_word_embeddings in config.json), which "
-            "stays unquantised. Omit --fp8-head."
-        )
     return dataclasses.replace(config, head_quantisation=head_quantisation())
 
 

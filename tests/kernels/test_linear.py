@@ -1,5 +1,7 @@
 """Tests every implementation of the linear operation against a float64 computation, case by case."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,9 +138,9 @@ def test_an_output_head_that_the_kernel_does_not_take_is_left_to_xla(name: str, 
 
 
 def test_output_heads_of_every_shard_are_taken() -> None:
-    for tp in (1, 2, 4, 8):
+    for tp, columns in itertools.product((1, 2, 4, 8), (1024, 2048, 2560, 4096)):
         rows = 151_936 // tp
-        head = QuantisedMatrix(jax.ShapeDtypeStruct((rows, 4096), FP8), jax.ShapeDtypeStruct((rows, 1), jnp.float32))
+        head = QuantisedMatrix(jax.ShapeDtypeStruct((rows, columns), FP8), jax.ShapeDtypeStruct((rows, 1), jnp.float32))
         assert gpu.unsupported_head_reason(head, jnp.dtype("bfloat16")) is None
     odd = QuantisedMatrix(jax.ShapeDtypeStruct((1000, 4096), FP8), jax.ShapeDtypeStruct((1000, 1), jnp.float32))
     assert gpu.unsupported_head_reason(odd, jnp.dtype("bfloat16")) == (

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from meshserve.kernels.linear import FP8
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.quantisation import SCHEMES, Quantisation
 from meshserve.runtime.quantisation.grids import dequantised
-from meshserve.runtime.quantisation.quantise import made_quantisation, quantised
+from meshserve.runtime.quantisation.quantise import head_quantisation, made_quantisation, quantised
 from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.convert import convert, verify
 from meshserve.runtime.weights.load import load_model
@@ -21,14 +22,15 @@ from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.random_weights import random_model
 from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.mesh import make_mesh
+from tests.checkpoints import save_checkpoint
 from tests.runtime.quantisation import formats
 from tests.runtime.quantisation.test_kv_cache import with_kv_scales
 
 BFLOAT16 = jnp.dtype("bfloat16")
 
 
-def parameters(directory: Path, tp: int, quantize: str = "none") -> dict[str, np.ndarray]:
-    config = read_model(directory / "config.json", quantize)
+def parameters(directory: Path, tp: int, quantize: str = "none", *, fp8_head: bool = False) -> dict[str, np.ndarray]:
+    config = read_model(directory / "config.json", quantize, fp8_head=fp8_head)
     _, params = load_model(directory, config, model_layout(config, tp), make_mesh(tp), BFLOAT16)
     return flat(params)
 
@@ -124,6 +126,30 @@ def test_a_change_of_tp_moves_every_part(name: str, tmp_path: Path) -> None:
         params = move_params(config, params, old, layout, make_mesh(tp))
         assert_same_bits(flat(params), parameters(directory, tp))
         old = layout
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8-block", "int4"])
+def test_a_tied_head_is_a_copy_of_the_embedding(scheme: str, tmp_path: Path) -> None:
+    """Made from either format, with padded shards, and moved between TP sizes. The embedding stays as it is."""
+    plain, orbax = tmp_path / "model", tmp_path / "orbax"
+    save_checkpoint(plain, vocab_size=333, hidden_size=64, num_hidden_layers=2)
+    convert(plain, orbax, quantize=scheme, devices=jax.devices("cpu"))
+    assert not list((orbax / "weights").glob("head*"))
+    stored = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+    embedding, head = stored.astype(BFLOAT16), quantised(stored, head_quantisation())
+    config = read_model(plain / "config.json", scheme, fp8_head=True)
+    for tp in (1, 4):
+        found = parameters(plain, tp, scheme, fp8_head=True)
+        for name, array in (("embedding", embedding), ("head.data", head.data), ("head.scale", head.scale)):
+            assert found[name].dtype == array.dtype and found[name][:333].tobytes() == array.tobytes(), name
+        assert_same_bits(parameters(orbax, tp, fp8_head=True), found)
+    layouts, meshes = [model_layout(config, tp) for tp in (1, 4)], [make_mesh(tp) for tp in (1, 4)]
+    _, params = load_model(plain, config, layouts[0], meshes[0], BFLOAT16)
+    assert_same_bits(flat(move_params(config, params, *layouts, meshes[1])), found)
+    _, params = random_model(config, layouts[1], meshes[1], BFLOAT16)
+    assert {name: (a.dtype, a.shape) for name, a in flat(params).items()} == {
+        name: (a.dtype, a.shape) for name, a in found.items()
+    }
 
 
 def test_what_cannot_be_quantised_is_named(plain: Path, tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.proto_codec import model_info, model_info_response
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.memory_plan import Planner, weight_bytes
+from meshserve.runtime.planning.roofline import Roofline
 from meshserve.runtime.startup.launch import launch
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import abstract_model, named_model, read_model
-from meshserve.sharding.chips import target
+from meshserve.sharding.chips import CHIPS, target
 from meshserve.sharding.mesh import make_mesh, named_sharding
 from tests.runtime.quantisation import formats
 from tests.runtime.quantisation.exact_model import exact_logits, our_logits, relative_error
@@ -29,12 +29,13 @@ SMALL = {"max_running": 2, "max_step_tokens": 4, "page_size": 16, "num_pages": 6
 PROMPTS = ["First Citizen:\nBefore we proceed", "MACBETH:\nIs this a dagger"]
 
 
-def generated(directory: Path, **options: object) -> list[list[int]]:
+def generated(directory: Path, *, fp8_head: bool = False, **options: object) -> list[list[int]]:
     """Runs `meshserve generate` with the demo model and returns the token ids."""
     source, target_file = directory / "in.jsonl", directory / "out.jsonl"
     lines = [{"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "ignore_eos": True} for prompt in PROMPTS]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | options).items()]
+    flags += ["--fp8-head"] if fp8_head else []
     flags.append("--no-logits-processors")
     assert main(["generate", "--model=demo", *flags, f"--input={source}", f"--output={target_file}"]) == 0
     return [json.loads(line)["token_ids"] for line in target_file.read_text().splitlines()]
@@ -49,14 +50,14 @@ def test_a_quantised_server_generates_the_same_tokens_at_any_tp_size(tmp_path: P
 
 
 def test_a_server_says_what_is_quantised() -> None:
-    config = ServeConfig(model="demo", quantize="int4", kv_dtype="fp8", logits_processors=False, **SMALL)
+    config = ServeConfig(model="demo", quantize="int4", fp8_head=True, kv_dtype="fp8", logits_processors=False, **SMALL)
     launched = launch(config, lambda outputs: None)
-    assert launched.info.quantization == "int4-group-64"
+    assert launched.info.quantization == "int4-group-64, head fp8-channel"
     assert launched.info.kv_cache_dtype == "float8_e4m3fn"
     assert launched.info.dtype == "float32"
     assert model_info(model_info_response(launched.info)) == launched.info
     runner = launched.engine.runner
-    model = read_model(Path(__file__).parents[3] / "deploy" / "demo" / "model" / "config.json", "int4")
+    model = read_model(Path(__file__).parents[3] / "deploy" / "demo" / "model" / "config.json", "int4", fp8_head=True)
     planned = Planner.on(target("cpu:1"), config, model, num_devices=1).plan()
     assert planned.weight_bytes == runner.figures.weight_bytes
     assert planned.page_bytes == runner.figures.page_bytes
@@ -92,6 +93,22 @@ def test_an_8b_in_fp8_takes_half_the_memory() -> None:
     assert counted_bytes("int4", 1, fp8_head=True) < 5.5e9
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_tied_head_in_fp8_takes_more_memory_and_less_time(tp: int) -> None:
+    """The 0.6B keeps its embedding, and reads a copy of a byte for each weight, with a scale for each row."""
+    plain, with_head = named_model("qwen3-0.6b", "fp8-block"), named_model("qwen3-0.6b", "fp8-block", fp8_head=True)
+    layout, rows = model_layout(plain, tp), 151_936 // tp
+    planned = [weight_bytes(model, layout, BFLOAT16) for model in (plain, with_head)]
+    assert planned[1] == counted_bytes("fp8-block", tp, fp8_head=True, size="qwen3-0.6b")
+    assert planned[1] - planned[0] == rows * (1024 + 4)
+    read = [
+        Roofline(model=model, layout=layout, dtype=BFLOAT16, cache_dtype=BFLOAT16, chip=CHIPS["h200"]).weight_bytes
+        for model in (plain, with_head)
+    ]
+    assert read[0] - read[1] == rows * 1024
+    assert with_head.num_params == plain.num_params
+
+
 def test_plan_prints_what_is_quantised(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model=qwen3-8b", "--target=h100:1", "--quantize=fp8-block", "--fp8-head", "--kv-dtype=fp8"]
     assert main(["plan", *flags]) == 0
@@ -117,6 +134,6 @@ def test_a_head_in_fp8_is_near_the_original(tmp_path: Path) -> None:
         assert 1e-3 < error < 0.04
 
 
-def test_a_head_that_is_the_embedding_stays_as_it_is() -> None:
-    with pytest.raises(ConfigError, match="--fp8-head: the output head of this model is its embedding"):
-        named_model("qwen3-0.6b", fp8_head=True)
+def test_a_tied_head_in_fp8_generates_the_same_tokens_at_any_tp_size(tmp_path: Path) -> None:
+    expected = generated(tmp_path, tp=1, dtype="float32", fp8_head=True)
+    assert generated(tmp_path, tp=4, cpu_devices=8, dtype="float32", fp8_head=True) == expected
