@@ -71,6 +71,13 @@ CASES = (
         has_drafts=True,
     ),
     Case(name="drafts-of-long-requests", lengths=(*range(9_000, 9_008), *range(1, 9), 300), group=4, has_drafts=True),
+    Case(
+        name="drafts-of-35-requests",
+        lengths=tuple(length + draft for length in range(57, 302, 7) for draft in range(4)),
+        group=8,
+        page_size=64,
+        has_drafts=True,
+    ),
     Case(name="qwen3-8b-layer", lengths=(1024,) * 3 + (77,), embed=4096, kv_heads=8, group=4, mlp=12288, page_size=64),
 )
 
@@ -254,7 +261,11 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
         batch=DecodeBatch(positions=jnp.asarray(np.array(case.lengths, np.int32) - 1), page_table=jnp.asarray(table)),
         inverse_frequencies=jnp.asarray(1e6 ** (-np.arange(0, case.head_dim, 2) / case.head_dim), jnp.float32),
         settings=LayerSettings(
-            epsilon=1e-6, softmax_scale=case.head_dim**-0.5, rotary_scale=1.0, num_chosen=case.num_chosen
+            epsilon=1e-6,
+            softmax_scale=case.head_dim**-0.5,
+            rotary_scale=1.0,
+            num_chosen=case.num_chosen,
+            has_drafts=case.has_drafts,
         ),
     )
 
