@@ -3,8 +3,8 @@
 // decode_gate_up are parts of it, for meshes where XLA sums after the o and down projections. qk_norm_rope and
 // prefill_attention are for steps without fused layers. sampling_threshold finds the smallest key that the sampling
 // filters keep. p2p_all_reduce and p2p_all_gather are single collectives. Every call only launches kernels on XLA's
-// stream, always the same ones for the same shapes, so it can be captured in a command buffer. Weights are stacked over
-// layers, with the layer as an attribute, because a slice would be a copy.
+// stream, always the same ones for the same shapes, so it can be captured in a command buffer, and all but
+// prompt_layers are. Weights are stacked over layers, with the layer as an attribute, because a slice would be a copy.
 #include "decode_ffi.cuh"
 #include "experts_ffi.cuh"
 #include "ffi_arguments.cuh"
@@ -203,6 +203,9 @@ ffi::Error p2p_all_gather(cudaStream_t stream, In x, Out out, Ints ordinals) {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_layers, decode_layers<Bf16Weights>, decode_layers_binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 
+// Not captured: prompts often find the device idle. It then begins with the first layer while the host launches the
+// others; of a command buffer, nothing runs until the host has set up all kernels anew, if buffers have moved, and
+// launched them, which takes longer than the layers.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prompt_layers, prompt_layers,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()
@@ -231,8 +234,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prompt_layers, prompt_layers,
                                   .Attr<float>("epsilon")
                                   .Attr<float>("scale")
                                   .Attr<float>("rotary_scale")
-                                  .Attr<Ints>("tuning"),
-                              {ffi::Traits::kCmdBufferCompatible});
+                                  .Attr<Ints>("tuning"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_experts, experts_of_layer<Bf16Weights>, experts_binding(),
                               {ffi::Traits::kCmdBufferCompatible});

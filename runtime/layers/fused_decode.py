@@ -24,7 +24,7 @@ class Options(NamedTuple):
     """Options of `run_layers`.
 
     `kind` is "decodes", "drafts" if a request may have several tokens, which each read its pages, or "prompts", on one
-    device and without experts.
+    device and without experts. Of prompts, the last layer is left to the caller, who needs its output for some tokens.
     """
 
     p2p: P2PGroup | None  # P2P access between the devices of the mesh, if available
@@ -41,7 +41,7 @@ def run_layers(
     kernels: DecodeKernels,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, list[jax.Array]]:
-    """Runs all layers of a small step.
+    """Runs the layers of a small step.
 
     Args:
       config: The model.
@@ -68,14 +68,16 @@ def run_layers(
     )
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     inputs: list[jax.Array] = []
-    if options.kind == "prompts":
-        assert not options.captured, "models that only compute prompts have no draft head"
-        return *kernels.prompt_layers(x, weights, cache, batch, frequencies, settings=settings), None, inputs
+    is_prompts = options.kind == "prompts"
     if jax.lax.axis_size(TENSOR_AXIS) == 1 or settings.p2p is not None:
         choices: list[jax.Array] = []
-        for start, stop in itertools.pairwise((0, *options.captured, config.num_layers)):
-            if start < stop:
-                layers = range(start, stop) if options.captured else None
+        for start, stop in itertools.pairwise((0, *options.captured, config.num_layers - is_prompts)):
+            layers = range(start, stop)
+            if layers and is_prompts:
+                x, cache = kernels.prompt_layers(
+                    x, weights, cache, batch, frequencies, settings=settings, layers=layers
+                )
+            elif layers:
                 x, cache, chosen = kernels.decode_layers(
                     x, weights, cache, tokens, frequencies, settings=settings, layers=layers
                 )

@@ -66,7 +66,7 @@ class Kernels:
     prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
     max_fused_tokens: int = 64  # largest decode step that runs on them
-    max_fused_prompt_tokens: int = 0  # largest pooling step that does
+    max_fused_prompt_tokens: int = 0  # largest step with prompts that does, but for its last layer
     has_drafts: bool = False  # a request may have several tokens in a step whose tokens are all wanted
     experts: Experts = xla_experts.experts  # of layers that have experts
     is_unrolled: bool = False  # unrolls the layers instead of looping over them
@@ -253,7 +253,7 @@ class Forward(NamedTuple):
     """Result of running all layers."""
 
     wanted: jax.Array  # [B, D], hidden states of the wanted tokens after all layers
-    hidden: jax.Array | None  # [T, D], before the MLP of the last layer; None with the fused layers
+    hidden: jax.Array | None  # [T, D], before the MLP of the last layer; None for fused decodes
     cache: jax.Array
     chosen: list[jax.Array]  # experts that tokens chose, [T, k] of a layer or [layers, T, k], -1 for padding
     captured: list[jax.Array]  # [T, D] each, the inputs of the captured layers
@@ -308,16 +308,18 @@ class Qwen3(nnx.Module):
             wanted = moved.places.at[wanted].get(mode="fill", fill_value=len(token_ids))
             token_ids, batch = token_ids[moved.order], moved.batch
         x = self.embed(token_ids, kernels.p2p_all_reduce)
-        if (fused := kernels.fused(x.shape[0], is_decode=wanted is None)) is not None:
+        fused = kernels.fused(x.shape[0], is_decode=wanted is None)
+        if fused is not None:
             weights = layer_weights(nnx.state(self.layers))
             kind = "prompts" if wanted is not None else "drafts" if kernels.has_drafts else "decodes"
             options = fused_decode.Options(kernels.p2p, kind, captured)
             x, cache, choices, inputs = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, options)
-            output = x if wanted is None else x[wanted]
-            return Forward(output, None, cache, [] if choices is None else [choices], inputs)
+            if wanted is None:
+                return Forward(x, None, cache, [] if choices is None else [choices], inputs)
         context = self._context(batch, kernels, is_decode=wanted is None)
         is_loop = not kernels.is_unrolled and len(self.config.stacks) == 1
-        x, cache, inputs = self._before_last(x, cache, context, captured, is_loop=is_loop)
+        if fused is None:
+            x, cache, inputs = self._before_last(x, cache, context, captured, is_loop=is_loop)
         last: int | jax.Array = self.config.num_layers - 1
         last = jnp.int32(last) if is_loop else last  # traced as in the loop; see `slice_stack`
         hidden, cache = self.layer(last).after_attention(x, cache, last, context)

@@ -133,8 +133,9 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     if report.kind.startswith("decode") and names.decode_layers == "cuda" and report.size <= server.max_fused_tokens:
         num_p2p += int(has_p2p)  # the embedding
         return in_sampling + num_p2p + has_head + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
-    if report.kind == "pooling" and report.size <= max_fused_prompt_tokens(names, server.kernel_shapes):
-        return 1
+    if report.is_step and report.size <= max_fused_prompt_tokens(names, server.kernel_shapes):
+        num_layers = 1  # the last one; another call runs those before it
+        has_head += 1
     num_p2p += _num_all_reduces(planner, report, is_p2p=True) if report.is_step else 0
     heads_and_attention = 2 * num_layers if report.is_step and names.attention == "cuda" else 0
     num_products = len(products) * num_layers if report.is_step else 0

@@ -39,7 +39,8 @@ _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 # weights stay in the L2 cache of the GPU between the groups of 64 tokens of the fused layers (docs/log/decode.md).
 _MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
 _MAX_INT4_FUSED_TOKENS = 128  # where larger steps dequantise 4-bit weights to bfloat16 in memory, every time
-# Pooling steps of up to so many tokens do, too, if the weights are dense and on one device (docs/log/embeddings.md).
+# Steps with prompts of up to so many tokens do, too, if weights are dense and on one device, and the cache has their
+# dtype (docs/log/edge.md).
 _MAX_FUSED_PROMPT_TOKENS = 128
 _MAX_FUSED_EXPERT_TOKENS = 128  # of layers with experts, which are most of the time: XLA's router takes many kernels
 _MAX_CHOSEN = 32  # experts of a token in the fused layers' router
@@ -129,10 +130,10 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
 
 
 def max_fused_prompt_tokens(names: KernelNames, shapes: KernelShapes) -> int:
-    """Returns the largest pooling step, in tokens, that runs on the fused layers; 0 if none does."""
+    """Returns the largest step with prompts, in tokens, that runs on the fused layers; 0 if none does."""
     model = shapes.model
     is_simple = model.experts is None and not has_quantised_weights(model) and shapes.layout.num_shards == 1
-    if model.pooling is None or not is_simple or names.attention != names.decode_layers:
+    if not is_simple or names.attention != names.decode_layers or shapes.cache_dtype != shapes.dtype:
         return 0
     return min(_MAX_FUSED_PROMPT_TOKENS, max_fused_tokens(names, shapes))
 

@@ -252,7 +252,7 @@ def sharded_step(
 
 
 def _has_library_gemms(kernels: Kernels, bucket: Bucket) -> bool:
-    is_fused = kernels.fused(bucket.num_tokens, is_decode=bucket.is_decode) is not None
+    is_fused = bucket.is_decode and kernels.fused(bucket.num_tokens, is_decode=True) is not None
     # The output head of a fused step: up to LIBRARY_TOKENS, XLA's matmul is as fast.
     return kernels.has_library_gemms and bucket.num_tokens >= LIBRARY_TOKENS + is_fused
 

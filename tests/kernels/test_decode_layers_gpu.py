@@ -102,7 +102,10 @@ PROMPTS = {  # tokens of each request, and how many of them the step computes
 }
 
 
-@pytest.mark.parametrize("sizes", [{}, {"embed": 1024, "kv_heads": 8, "mlp": 3072, "page_size": 64}, {"group": 4}])
+SMALLEST = {"embed": 1024, "kv_heads": 8, "mlp": 3072, "page_size": 64}  # of the 0.6B
+
+
+@pytest.mark.parametrize("sizes", [{}, SMALLEST, {"group": 4}, SMALLEST | {"cache_dtype": "float8_e4m3fn"}])
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompt_layers(name, sizes):
     lengths, num_new = PROMPTS[name]
@@ -116,9 +119,10 @@ def test_prompt_layers(name, sizes):
     expected, expected_cache = expect(reference.prompt_layers, *arguments, settings=inputs.settings)
     real = np.asarray(batch.positions) >= 0
     assert relative_error(np.asarray(out)[real], np.asarray(expected)[real]) < BOUND
-    is_nan = np.isnan(np.asarray(expected_cache))
+    is_nan = np.isnan(np.asarray(expected_cache, np.float32))
     np.testing.assert_array_equal(np.isnan(np.asarray(cache, np.float32)), is_nan)
-    assert relative_error(np.asarray(cache, np.float32)[~is_nan], np.asarray(expected_cache)[~is_nan]) < BOUND
+    found, expected_cache = np.asarray(cache, np.float32)[~is_nan], np.asarray(expected_cache, np.float32)[~is_nan]
+    assert relative_error(found, expected_cache) < (5 * BOUND if case.cache_dtype else BOUND)
     np.testing.assert_array_equal(np.asarray(run(*arguments)[0])[real], np.asarray(out)[real])
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from meshserve.benchmarks.engine import scaling
@@ -19,12 +20,14 @@ from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.kernels.p2p import reference as p2p_reference
 from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.runtime.layers import fused_decode
-from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.model.qwen3 import Kernels, specs_of
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import resolve_here
+from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.random_weights import random_model
 from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.collectives import all_reduce
-from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
+from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, partition_spec
 
 CONFIG = named_model("qwen3-0.6b")
 
@@ -198,3 +201,37 @@ def test_a_step_through_peers_samples_what_xla_samples() -> None:
         tokens.append([np.asarray(runner.run(scaling.bucket_of(3), packed)).tolist() for _ in range(4)])
     assert tokens[0] == tokens[1]
     assert len({token for row in tokens[0] for token in row}) > 1
+
+
+@pytest.mark.parametrize("captured", [(), (0, 1, 2)])
+def test_prompts_on_fused_layers_are_those_of_other_steps(captured: tuple[int, ...]) -> None:
+    """All layers but the last in one call: hidden states of all tokens before its MLP, and two outputs."""
+    config = dataclasses.replace(
+        CONFIG, num_layers=3, embed_dim=64, mlp_dim=96, num_kv_heads=2, num_query_heads=4, vocab_size=128
+    )
+    mesh, layout, float32 = make_mesh(1), model_layout(config, 1), jnp.dtype("float32")
+    structure, params = random_model(config, layout, mesh, float32)
+    batch = PagedBatch(
+        positions=jnp.array([0, 1, 2, 3, 0, 1, 2, -1]),
+        token_request=jnp.array([0, 0, 0, 0, 1, 1, 1, 1]),
+        page_table=jnp.array([[2], [1]]),
+    )
+    cache = jnp.zeros((3, 3, 2, 2, 8, config.head_dim), float32)
+
+    def run(kernels: Kernels) -> tuple[jax.Array, ...]:
+        def forward(params: nnx.State, cache: jax.Array) -> tuple[jax.Array, ...]:
+            model = nnx.merge(structure, params)
+            found = model(jnp.arange(8) + 20, cache, batch, kernels, jnp.array([3, 6]), captured)
+            assert found.hidden is not None
+            return found.wanted, found.hidden, found.cache, *found.captured
+
+        specs = (specs_of(params), partition_spec((None,) * 6))
+        program = jax.shard_map(forward, mesh=mesh, in_specs=specs, out_specs=partition_spec(()), check_vma=False)
+        return jax.jit(program)(params, cache)
+
+    plain = Kernels(attend=paged_attention.implementation("reference"))
+    fused = dataclasses.replace(plain, decode=reference, max_fused_prompt_tokens=8)
+    results = zip(run(fused), run(plain), strict=True)
+    for found, expected in results:
+        real = slice(7) if found.shape[0] == 8 else slice(None)  # the last token is padding
+        np.testing.assert_allclose(found[real], expected[real], rtol=1e-4, atol=1e-5)

@@ -353,11 +353,12 @@ def test_layers_that_stay_in_the_l2_cache_are_told_by_their_quantised_bytes() ->
     assert [most("qwen3-8b", scheme) for scheme in ("none", "fp8-block", "int4")] == [64, 64, 128]
 
 
-def test_small_steps_of_texts_run_on_fused_layers_if_those_are_dense_and_on_one_device() -> None:
-    def most(size: str, scheme: str = "none", num_devices: int = 1, pooling: Pooling | None = EMBEDDING) -> int:
+def test_small_steps_with_prompts_run_on_fused_layers_if_those_are_dense_and_on_one_device() -> None:
+    def most(size: str, scheme: str = "none", num_devices: int = 1, pooling: Pooling | None = None, **known) -> int:
         model = dataclasses.replace(named_model(size, scheme), pooling=pooling)
         names = name_kernels(ServeConfig(model="random"), platform="gpu", num_devices=1, cuda_refusals=CudaRefusals())
-        return kernel_selection.max_fused_prompt_tokens(names, shapes(num_devices, model=model))
+        return kernel_selection.max_fused_prompt_tokens(names, shapes(num_devices, model=model, **known))
 
-    assert [most("qwen3-0.6b"), most("qwen3-8b")] == [128, 64]
-    assert most("qwen3-0.6b", pooling=None) == most("qwen3-0.6b", num_devices=2) == most("qwen3-0.6b", "fp8-block") == 0
+    assert [most("qwen3-0.6b"), most("qwen3-0.6b", pooling=EMBEDDING), most("qwen3-8b")] == [128, 128, 64]
+    assert most("qwen3-0.6b", num_devices=2) == most("qwen3-0.6b", "fp8-block") == 0
+    assert most("qwen3-0.6b", cache_dtype=FP8) == 0
