@@ -118,7 +118,10 @@ def test_prompt_layers(name, sizes):
     out, cache = run(*arguments)
     expected, expected_cache = expect(reference.prompt_layers, *arguments, settings=inputs.settings)
     real = np.asarray(batch.positions) >= 0
-    assert relative_error(np.asarray(out)[real], np.asarray(expected)[real]) < BOUND
+    # All keys and values of these tokens are new, and where one lies between two of 8 bits, a small difference decides:
+    # the reference in bfloat16 differs from itself in float32 by 1.2e-2 to 1.6e-2.
+    bound = 2 * BOUND if case.cache_dtype else BOUND
+    assert relative_error(np.asarray(out)[real], np.asarray(expected)[real]) < bound
     is_nan = np.isnan(np.asarray(expected_cache, np.float32))
     np.testing.assert_array_equal(np.isnan(np.asarray(cache, np.float32)), is_nan)
     found, expected_cache = np.asarray(cache, np.float32)[~is_nan], np.asarray(expected_cache, np.float32)[~is_nan]
