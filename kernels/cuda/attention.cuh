@@ -24,7 +24,8 @@ struct AttentionArgs {
   const void* cache;      // this layer's [P, K, 2, S, H]
   const int* page_table;  // [B, max_pages]
   ContextCuts cuts;
-  bf16* out;  // [B, K, G, H]
+  bf16* out;              // [B, K, G, H]; with RoundedFp8Weights e4m3
+  float* rounded_scales;  // [K, G, B], of the result with RoundedFp8Weights
   Unmerged unmerged;
   long long first_row;  // the layer's first row in the whole cache, viewed as [L P K 2 S, H]
   int max_pages, page_size, kv_heads, group, log2_splits;
@@ -226,12 +227,21 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   } else {
     __syncthreads();
   }
-  bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
-  uint8_t* exponents = nullptr;
-  if constexpr (W::kIsSplit) {
-    const int first_chunk = (request * args.kv_heads + kv_head) * args.group * (H / kExponentColumns);
-    exponents = exponents_of(args.out, args.cuts.batch, args.kv_heads * args.group * H) + first_chunk;
-  }
+  const size_t first_head = (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group;
+  const auto store = [&](int query, int element, const Merged& merged) {
+    const float4 v = divided_by_sum(merged);
+    if constexpr (std::is_same_v<W, RoundedFp8Weights>) {
+      store_rounded<H>(reinterpret_cast<uint8_t*>(args.out) + (first_head + query) * H,
+                       args.rounded_scales + (kv_head * args.group + query) * args.cuts.batch + request, element, v);
+    } else {
+      uint8_t* exponents = nullptr;
+      if constexpr (W::kIsSplit) {
+        exponents = exponents_of(args.out, args.cuts.batch, args.kv_heads * args.group * H) +
+                    (first_head + query) * (H / kExponentColumns);
+      }
+      store_activations<W>(args.out + (first_head + query) * H, exponents, element, v);
+    }
+  };
   auto merged_of = [&](int query, int element) {
     return merge_blocks(received, query, element, args.group, args.log2_splits);
   };
@@ -244,12 +254,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     auto arrive = [&] {
       return atomicAdd(args.unmerged.num_arrived + (request * args.kv_heads + kv_head) * gridDim.x + blockIdx.x, 1);
     };
-    return merge_parts<H, W>(part, arrive, &received->is_last, out, for_mine, merged_of, row_of, exponents);
+    return merge_parts<H>(part, arrive, &received->is_last, for_mine, merged_of, row_of, store);
   }
-  for_mine([&](int query, int element) {
-    store_divided<W>(out + query * H + element, exponents + query * (H / kExponentColumns), element,
-                     merged_of(query, element));
-  });
+  for_mine([&](int query, int element) { store(query, element, merged_of(query, element)); });
 }
 
 }  // namespace meshserve

@@ -36,6 +36,7 @@ TARGETS = (
     "meshserve_experts",
     "meshserve_experts_fp8",
     "meshserve_decode_layers_quantised",
+    "meshserve_decode_layers_wide",
     "meshserve_decode_qkv_quantised",
     "meshserve_project_residual_quantised",
     "meshserve_decode_gate_up_quantised",
@@ -158,6 +159,7 @@ def load() -> ctypes.CDLL:
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA")
     library.meshserve_scratch_bytes.restype = ctypes.c_size_t
+    library.meshserve_wide_scratch_bytes.restype = ctypes.c_size_t
     library.meshserve_expert_scratch_bytes.restype = ctypes.c_size_t
     ordinals = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
     array, error = (ctypes.c_int * len(ordinals))(*ordinals), ctypes.create_string_buffer(_MAX_ERROR_BYTES)

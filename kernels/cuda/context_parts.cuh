@@ -7,6 +7,7 @@
 // With one share per request, requests of equal length are not split. Parts come first, then whole requests, then
 // requests of at most half a share, so that the work that ends last is short. The remaining clusters are idle.
 #pragma once
+#include "rounding.cuh"
 #include "weight_formats.cuh"
 
 namespace meshserve {
@@ -113,20 +114,24 @@ struct Merged {
   }
 };
 
-// Divides the result by its sum and stores it in the form for a product with weights of the format. `to` is the address
-// of this element of a query if it were plain bf16, and `exponents` are the query's, with split activations. A request
-// without tokens gets zeros.
-template <class W>
-__device__ __forceinline__ void store_divided(bf16* to, uint8_t* exponents, int element, const Merged& merged) {
+// Returns the result divided by its sum. A request without tokens gets zeros.
+__device__ __forceinline__ float4 divided_by_sum(const Merged& merged) {
   const float divisor = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
   const float4& out = merged.out;
-  if constexpr (W::kIsQuantised) {
-    store_activations<W>(to - element, exponents, element,
-                         make_float4(out.x * divisor, out.y * divisor, out.z * divisor, out.w * divisor));
-  } else {
-    *reinterpret_cast<uint2*>(to) =
-        make_uint2(pack_bf16(out.x * divisor, out.y * divisor), pack_bf16(out.z * divisor, out.w * divisor));
-  }
+  return make_float4(out.x * divisor, out.y * divisor, out.z * divisor, out.w * divisor);
+}
+
+// Rounds a query's result to e4m3, with a scale for all of it. `numbers` are the query's; its warp must call it
+// together. Values are rounded to bf16 first, as if a kernel of its own rounded a result in bf16.
+template <int H>
+__device__ __forceinline__ void store_rounded(uint8_t* numbers, float* scale, int element, float4 v) {
+  static_assert(H == 4 * 32, "a warp has a query");
+  v = unpack_bf16(make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)));
+  const float mine = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+  const float highest = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(mine)));
+  const float own = e4m3_scale(highest);
+  *reinterpret_cast<uint32_t*>(numbers + element) = rounded_to_e4m3(v, own, 1.0f / own);
+  if (element == 0) *scale = own;
 }
 
 // Merges the results of a query's parts in order, so that the bits do not depend on which block merges. `row_of`
@@ -161,11 +166,10 @@ __device__ __forceinline__ Merged merge_rows(int num_parts, int element, RowOf r
 
 // Stores a part's results for the queries of this block. `for_mine` calls a function for every 4 elements of these
 // queries, `merged_of` returns their values, and `row_of` the address to store them at. The block that is the last of
-// the parts to do so merges all parts into `out` [G, H]; `exponents` as in store_divided, of the first query.
-template <int H, class W = Bf16Weights, class Arrive, class ForMine, class MergedOf, class RowOf>
-__device__ __forceinline__ void merge_parts(const ContextPart& part, Arrive arrive, bool* is_last, bf16* out,
-                                            ForMine for_mine, MergedOf merged_of, RowOf row_of,
-                                            uint8_t* exponents = nullptr) {
+// the parts to do so merges all parts and calls `store(query, element, merged)`.
+template <int H, class Arrive, class ForMine, class MergedOf, class RowOf, class Store>
+__device__ __forceinline__ void merge_parts(const ContextPart& part, Arrive arrive, bool* is_last, ForMine for_mine,
+                                            MergedOf merged_of, RowOf row_of, Store store) {
   for_mine([&](int query, int element) {
     const Merged merged = merged_of(query, element);
     float* row = row_of(part.index, query);
@@ -182,8 +186,7 @@ __device__ __forceinline__ void merge_parts(const ContextPart& part, Arrive arri
   if (!*is_last) return;
   for_mine([&](int query, int element) {
     const auto row_of_part = [&](int index) { return row_of(index, query); };
-    store_divided<W>(out + query * H + element, exponents + query * (H / kExponentColumns), element,
-                     merge_rows<H>(part.num_parts, element, row_of_part));
+    store(query, element, merge_rows<H>(part.num_parts, element, row_of_part));
   });
 }
 

@@ -329,12 +329,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_p2p_all_gather, p2p_all_gather,
 std::vector<const void*> quantised_kernels();   // of quantised.cu
 std::vector<const void*> fp8_expert_kernels();  // of experts_fp8.cu
 std::vector<const void*> wide_head_kernels();   // of wide_head.cu
+std::vector<const void*> wide_step_kernels();   // of wide_layers.cu
 
 // Loads the kernels onto CUDA devices. Writes a failure to `error`; returns whether loading succeeded.
 extern "C" int meshserve_load_kernels(const int* ordinals, int num, char* error, int size) {
   std::vector<const void*> others = quantised_kernels();
   for (const void* kernel : fp8_expert_kernels()) others.push_back(kernel);
   for (const void* kernel : wide_head_kernels()) others.push_back(kernel);
+  for (const void* kernel : wide_step_kernels()) others.push_back(kernel);
   std::string text = load_kernels(ordinals, num, others);
   snprintf(error, size, "%s", text.c_str());
   return text.empty();

@@ -2,8 +2,7 @@
 // activations to FP8 and lays out the scales of the weights if they do not lie as cuBLASLt reads them (quantise.cuh);
 // then cuBLASLt multiplies (cublas_lt.cuh). Like the calls of ffi.cu, it launches the same kernels for the same shapes,
 // so it can be captured in a command buffer.
-#include "cublas_lt.cuh"
-#include "quantise.cuh"
+#include "fp8_matrix.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace meshserve {
@@ -15,23 +14,6 @@ using Out = ffi::Result<ffi::AnyBuffer>;
 
 ffi::Error invalid(const std::string& text) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, text); }
 ffi::Error failed(const std::string& text) { return ffi::Error(ffi::ErrorCode::kInternal, text); }
-
-// Describes how the scales of the weights are laid out for a mode. `out` is nullptr if they can be read as they are.
-fp8::ScaleArgs arrangement(const In& scale, int rows, int columns, cublas_lt::ScaleMode mode, Out& scratch) {
-  fp8::ScaleArgs args = {};
-  args.scales = scale.untyped_data();
-  args.source_columns = static_cast<int>(scale.dimensions().back());
-  const int source_rows = static_cast<int>(scale.element_count() / args.source_columns);
-  args.is_bfloat16 = scale.element_type() == ffi::DataType::BF16;
-  args.is_transposed = mode == cublas_lt::kPer128;
-  args.rows = args.is_transposed ? rows : source_rows;
-  args.columns = args.is_transposed ? columns / fp8::kBlockColumns : args.source_columns;
-  args.stride = mode == cublas_lt::kPerBlock ? (args.columns + 3) / 4 * 4 : args.columns;
-  args.repeats = args.rows / source_rows;
-  const bool is_ready = !args.is_bfloat16 && !args.is_transposed && args.stride == args.columns;
-  args.out = is_ready ? nullptr : static_cast<float*>(scratch->untyped_data());
-  return args;
-}
 
 ffi::Error fp8_linear(cudaStream_t stream, In x, In gain, In weights, In scale, In residual, Out out, Out numbers,
                       Out scales, Out arranged, Out workspace, int32_t before, float epsilon, int32_t has_residual,
@@ -47,8 +29,8 @@ ffi::Error fp8_linear(cudaStream_t stream, In x, In gain, In weights, In scale, 
                                     : is_per_row ? cublas_lt::kPerRow
                                                  : cublas_lt::kPerBlock;
   fp8::QuantiseArgs args = {};
-  args.x = static_cast<const fp8::bf16*>(x.untyped_data());
-  args.gain = static_cast<const fp8::bf16*>(gain.untyped_data());
+  args.x = static_cast<const bf16*>(x.untyped_data());
+  args.gain = static_cast<const bf16*>(gain.untyped_data());
   args.numbers = static_cast<uint8_t*>(numbers->untyped_data());
   args.scales = static_cast<float*>(scales->untyped_data());
   args.tokens = static_cast<int>(x.dimensions()[0]);
@@ -56,14 +38,24 @@ ffi::Error fp8_linear(cudaStream_t stream, In x, In gain, In weights, In scale, 
   args.columns = columns;
   args.copies = static_cast<int>(scales->dimensions()[0]);
   args.epsilon = epsilon;
-  args.weights = arrangement(scale, rows, columns, mode, arranged);
-  const cudaError_t status = fp8::quantise(args, static_cast<fp8::Before>(before), is_per_row, stream);
+  fp8::Matrix matrix = {};
+  matrix.scales = scale.untyped_data();
+  matrix.rows = rows;
+  matrix.columns = columns;
+  matrix.scale_rows = static_cast<int>(scale.element_count() / column_blocks);
+  matrix.scale_columns = column_blocks;
+  matrix.is_bfloat16 = scale.element_type() == ffi::DataType::BF16;
+  matrix.mode = mode;
+  args.weights[0] = matrix.arrangement(static_cast<float*>(arranged->untyped_data()));
+  const fp8::QuantiseLaunch launch = fp8::launch_of(args, static_cast<fp8::Before>(before), is_per_row);
+  launch.kernel<<<launch.grid, launch.threads, launch.shared_bytes, stream>>>(args);
+  const cudaError_t status = cudaGetLastError();
   if (status != cudaSuccess) return failed(cudaGetErrorString(status));
 
   cublas_lt::Operands operands = {};
   operands.weights = weights.untyped_data();
   operands.weight_scales =
-      args.weights.out != nullptr ? args.weights.out : static_cast<const float*>(args.weights.scales);
+      args.weights[0].out != nullptr ? args.weights[0].out : static_cast<const float*>(scale.untyped_data());
   operands.x = args.numbers;
   operands.x_scales = args.scales;
   operands.residual = has_residual ? residual.untyped_data() : nullptr;

@@ -53,6 +53,10 @@ struct Scratch {
   float *sums, *cos_sin;
   Unmerged unmerged;
 
+  static size_t unmerged_bytes(const Shapes& s) {
+    const size_t clusters = most_clusters(s.batch, fewest_shares(s.kv_heads, 1));
+    return clusters * s.kv_heads * s.group * (s.head_dim + 4) * sizeof(float);
+  }
   static size_t bytes(const Shapes& s) {
     Scratch none;
     return none.carve(s, nullptr);
@@ -71,8 +75,7 @@ struct Scratch {
     q = reinterpret_cast<bf16*>(take(b * s.q_columns() * 2));
     attended = reinterpret_cast<bf16*>(take(activation_bytes(b, s.q_columns())));
     activated = reinterpret_cast<bf16*>(take(activation_bytes(b, s.mlp)));
-    const size_t clusters = most_clusters(s.batch, fewest_shares(s.kv_heads, 1)), heads = s.kv_heads;
-    unmerged.rows = reinterpret_cast<float*>(take(clusters * heads * s.group * (s.head_dim + 4) * 4));
+    unmerged.rows = reinterpret_cast<float*>(take(unmerged_bytes(s)));
     unmerged.num_arrived = reinterpret_cast<int*>(take(b * s.arrivals() * 4));
     return used;
   }
@@ -109,7 +112,8 @@ class StepOf {
   int product_priority = 0;       // of the launches of projections; a lower number is preferred
   bool has_plain_output = false;  // whether the result of `gate_up` is bf16 even if weights are quantised
   const float* inverse_frequencies = nullptr;
-  int norm_tiles = 0;  // sums of squares per token that the next norm adds up; 0: one for each 128 columns
+  float* rounded_scales = nullptr;  // of attention's result, with RoundedFp8Weights
+  int norm_tiles = 0;               // sums of squares per token that the next norm adds up; 0: one for each 128 columns
 
   // Returns an empty string or the first error.
   const std::string& error() const { return error_; }
@@ -205,6 +209,7 @@ class StepOf {
     args.cache = layer_pages(layer);
     args.page_table = cache.page_table;
     args.out = out;
+    args.rounded_scales = rounded_scales;
     args.unmerged = scratch.unmerged;
     args.first_row = layer * (layer_elements() / h);
     args.max_pages = shapes_.max_pages;
@@ -226,8 +231,9 @@ class StepOf {
     args.stages = std::max(args.stages, cache.is_fp8 ? least_stages<Fp8Cache> : least_stages<Bf16Cache>);
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
     using A = Taken<W>;
-    auto kernel = h == 128 ? attention_kernel<128, A> : attention_kernel<64, A>;
-    if (cache.is_fp8) kernel = h == 128 ? attention_kernel<128, A, Fp8Cache> : attention_kernel<64, A, Fp8Cache>;
+    constexpr int kHalf = std::is_same_v<A, RoundedFp8Weights> ? 128 : 64;  // a result is not rounded for smaller heads
+    auto kernel = h == 128 ? attention_kernel<128, A> : attention_kernel<kHalf, A>;
+    if (cache.is_fp8) kernel = h == 128 ? attention_kernel<128, A, Fp8Cache> : attention_kernel<kHalf, A, Fp8Cache>;
     if (has_long_tiles()) kernel = attention_kernel<128, A, LongFp8Cache>;
     const size_t received_bytes = h == 128 ? sizeof(Received<128>) : sizeof(Received<64>);
     launch("attention", kernel, grid, kAttentionThreads, ring_bytes + received_bytes, splits, pages, args);
@@ -523,9 +529,6 @@ class StepOf {
   }
 
   int element_bytes() const { return cache.is_fp8 ? 1 : 2; }
-  void* layer_pages(int layer) const {
-    return static_cast<uint8_t*>(cache.pages) + layer * layer_elements() * element_bytes();
-  }
 
   // With one request, each warp has too few tiles for longer ones.
   bool has_long_tiles() const {
@@ -556,6 +559,10 @@ class StepOf {
   }
 
  public:
+  void* layer_pages(int layer) const {
+    return static_cast<uint8_t*>(cache.pages) + layer * layer_elements() * element_bytes();
+  }
+
   bool encode(CUtensorMap* map, const void* data, const cuuint64_t* sizes, const cuuint64_t* strides,
               const cuuint32_t* box, CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
               CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {

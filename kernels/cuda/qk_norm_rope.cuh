@@ -4,6 +4,8 @@
 // A group of lanes processes one kv head of a token: all its query heads, its key and its value. A lane holds four
 // elements of a head: two neighbors, and the two half a head away that the rotary embedding pairs them with. Values are
 // rounded at the same points as in the model's own steps: after the norm, after its gain, and after the rotation.
+//
+// It may be launched early, and decode attention behind it (see ptx.cuh).
 #pragma once
 #include "e4m3_cache.cuh"
 
@@ -16,7 +18,7 @@ struct Args {
   const bf16* rows;                 // [T, K, G + 2, H]
   const bf16 *q_gain, *k_gain;      // [H]
   const float *cosines, *sines;     // [T, H / 2]
-  const int *positions, *requests;  // [T]; a position of -1 is padding
+  const int *positions, *requests;  // [T]; a position of -1 is padding; no requests: token i is of request i
   const int* page_table;            // [B, max_pages]
   bf16* q;                          // [T, K, G, H]
   void* pages;                      // one layer's [P, K, 2, S, H] of the cache's elements
@@ -65,17 +67,13 @@ __device__ __forceinline__ uint2 norm_and_rotate(uint2 v, float4 gain, float4 c,
 template <int H, class C = Bf16Cache>
 __global__ void __launch_bounds__(kThreads) qk_norm_rope_kernel(const __grid_constant__ Args args) {
   constexpr int kLanes = H / 4;
+  if (threadIdx.x == 0) let_next_kernel_start();
   const int lane = threadIdx.x % kLanes, num_items = args.num_tokens * args.kv_heads;
   const int item = (blockIdx.x * kThreads + threadIdx.x) / kLanes;
   const bool is_item = item < num_items;  // other lanes only take part in the sums over lanes
   const int token = is_item ? item / args.kv_heads : 0, kv_head = is_item ? item % args.kv_heads : 0;
   const bf16* row = args.rows + (static_cast<size_t>(token) * args.kv_heads + kv_head) * (args.group + 2) * H;
 
-  uint2 heads[kMaxGroup + 2];  // all loads are in flight at once
-#pragma unroll
-  for (int i = 0; i < kMaxGroup + 2; ++i) {
-    heads[i] = i < args.group + 2 ? load_quad<H>(row + i * H, lane) : make_uint2(0, 0);
-  }
   const float4 q_gain = unpack_bf16(load_quad<H>(args.q_gain, lane));
   const float4 k_gain = unpack_bf16(load_quad<H>(args.k_gain, lane));
   const size_t angle = static_cast<size_t>(token) * (H / 2) + 2 * lane;
@@ -85,10 +83,16 @@ __global__ void __launch_bounds__(kThreads) qk_norm_rope_kernel(const __grid_con
   const int position = args.positions[token];
   typename C::Element* place = nullptr;  // of the key; the value lies page_size rows after it
   if (is_item && position >= 0) {
-    const size_t page =
-        args.page_table[static_cast<size_t>(args.requests[token]) * args.max_pages + position / args.page_size];
+    const size_t request = args.requests == nullptr ? token : args.requests[token];
+    const size_t page = args.page_table[request * args.max_pages + position / args.page_size];
     place = static_cast<typename C::Element*>(args.pages) +
             ((page * args.kv_heads + kv_head) * 2 * args.page_size + position % args.page_size) * H;
+  }
+  wait_for_previous_kernel();
+  uint2 heads[kMaxGroup + 2];  // all loads are in flight at once
+#pragma unroll
+  for (int i = 0; i < kMaxGroup + 2; ++i) {
+    heads[i] = i < args.group + 2 ? load_quad<H>(row + i * H, lane) : make_uint2(0, 0);
   }
 
   bf16* q = args.q + (static_cast<size_t>(token) * args.kv_heads + kv_head) * args.group * H;

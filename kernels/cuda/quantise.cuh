@@ -3,18 +3,14 @@
 // Where a statistic of the whole row is needed (a norm, or one scale for each token), a block handles a token and keeps
 // its row in registers, so x is read once. Else every thread handles 8 columns. Values are rounded to bfloat16 before
 // they are quantised, as if the operation before had been a kernel of its own. A scale is the largest absolute value of
-// its columns / 448, or 1 if all are 0. Further blocks of the same launch lay out the scales of the weights.
+// its columns / 448, or 1 if all are 0. Further blocks of the same launch lay out the scales of weights. The kernels
+// may be launched early (see ptx.cuh): the scales of weights do not depend on earlier kernels.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
-
 #include <algorithm>
 
-namespace meshserve::fp8 {
+#include "rounding.cuh"
 
-using bf16 = __nv_bfloat16;
+namespace meshserve::fp8 {
 
 enum class Before : int { kNothing, kRmsNorm, kSiluProduct };
 
@@ -25,8 +21,8 @@ constexpr int kChunkThreads = 256;
 constexpr int kMaxEarlyGains = 2;   // gains that a thread loads with the values; more would cost registers
 constexpr int kWidth = 8;           // columns that a thread handles together: 16 bytes of bfloat16
 constexpr int kBlockColumns = 128;  // columns that share a scale with block scales
-constexpr float kNegligible = 1e-30f;
-constexpr float kLargest = 448.0f;  // the largest e4m3 number
+constexpr int kScalesEach = 4;      // scales of weights that a thread lays out
+constexpr int kMaxArranged = 3;     // matrices whose scales a launch lays out
 constexpr int kMaxColumns = kMaxThreads * kWidth * 8;
 
 // Scales of weights [rows / repeats, columns], laid out anew: [rows, stride], or [columns, rows] if transposed.
@@ -36,6 +32,10 @@ struct ScaleArgs {
   int rows, columns;   // of `out`, without padding
   int source_columns, stride, repeats;
   bool is_bfloat16, is_transposed;
+
+  __host__ __device__ int num_threads() const {
+    return out == nullptr ? 0 : (rows * columns + kScalesEach - 1) / kScalesEach;
+  }
 };
 
 struct QuantiseArgs {
@@ -46,25 +46,47 @@ struct QuantiseArgs {
   int tokens, rows;  // rows from `tokens` on are padding and become zeros
   int columns, copies;
   float epsilon;
-  ScaleArgs weights;
+  ScaleArgs weights[kMaxArranged];
 };
 
+// Lays out scales kScalesEach * index and the following ones. There are a multiple of so many rows.
 __device__ __forceinline__ void lay_out_scales(const ScaleArgs& args, int index) {
-  if (index >= args.rows * args.columns) return;
-  const int row = args.is_transposed ? index % args.rows : index / args.columns;
-  const int column = args.is_transposed ? index / args.rows : index % args.columns;
-  const size_t from =
-      static_cast<size_t>(row / args.repeats) * args.source_columns + min(column, args.source_columns - 1);
-  const float scale = args.is_bfloat16 ? __bfloat162float(static_cast<const bf16*>(args.scales)[from])
-                                       : static_cast<const float*>(args.scales)[from];
-  args.out[args.is_transposed ? static_cast<size_t>(index) : static_cast<size_t>(row) * args.stride + column] = scale;
+  const auto scale_of = [&](int row, int column) {
+    const size_t from =
+        static_cast<size_t>(row / args.repeats) * args.source_columns + min(column, args.source_columns - 1);
+    return args.is_bfloat16 ? __bfloat162float(static_cast<const bf16*>(args.scales)[from])
+                            : static_cast<const float*>(args.scales)[from];
+  };
+  const int first = kScalesEach * index;
+  if (args.is_transposed) {
+    const int column = first / args.rows, row = first - column * args.rows;
+    float4 scales;
+    if (args.repeats % kScalesEach == 0) {
+      scales.x = scales.y = scales.z = scales.w = scale_of(row, column);
+    } else {
+      scales = make_float4(scale_of(row, column), scale_of(row + 1, column), scale_of(row + 2, column),
+                           scale_of(row + 3, column));
+    }
+    reinterpret_cast<float4*>(args.out)[index] = scales;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kScalesEach; ++i) {
+    const int row = (first + i) / args.columns, column = (first + i) % args.columns;
+    if (row < args.rows) args.out[static_cast<size_t>(row) * args.stride + column] = scale_of(row, column);
+  }
 }
 
 // Returns whether the block is one of those behind the rows; it has then laid out its part of the weights' scales.
 __device__ __forceinline__ bool is_scale_block(const QuantiseArgs& args) {
   if (blockIdx.x < args.rows) return false;
-  const int block = (blockIdx.x - args.rows) * gridDim.y + blockIdx.y;
-  lay_out_scales(args.weights, block * blockDim.x + threadIdx.x);
+  int index = ((blockIdx.x - args.rows) * gridDim.y + blockIdx.y) * blockDim.x + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kMaxArranged; ++i) {
+    const int num_threads = args.weights[i].num_threads();
+    if (index >= 0 && index < num_threads) lay_out_scales(args.weights[i], index);
+    index -= num_threads;
+  }
   return true;
 }
 
@@ -93,31 +115,6 @@ __device__ __forceinline__ float highest_of(const float (&values)[kWidth]) {
   return highest;
 }
 
-// Where all values are far below what a division by the scale could take, they become 0.
-__device__ __forceinline__ float scale_for(float highest) {
-  return highest <= kNegligible ? 1.0f : __fdiv_rn(highest, kLargest);
-}
-
-// Returns value / scale, correctly rounded, given 1 / scale: values often lie half-way between two e4m3 numbers.
-__device__ __forceinline__ float divided(float value, float scale, float inverse) {
-  const float quotient = value * inverse;
-  return fmaf(fmaf(-quotient, scale, value), inverse, quotient);
-}
-
-__device__ __forceinline__ uint2 to_e4m3(const float (&values)[kWidth], float scale) {
-  const float inverse = __frcp_rn(scale);
-  uint32_t words[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float* four = values + 4 * i;
-    const float2 low = make_float2(divided(four[0], scale, inverse), divided(four[1], scale, inverse));
-    const float2 high = make_float2(divided(four[2], scale, inverse), divided(four[3], scale, inverse));
-    words[i] = static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3)) |
-               static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3)) << 16;
-  }
-  return make_uint2(words[0], words[1]);
-}
-
 // Returns 8 values of a row of x, with SiLU and the factors if they are the operation before.
 template <Before kBefore>
 __device__ __forceinline__ uint4 load_values(const uint4* row, int vector, int num_vectors) {
@@ -134,7 +131,10 @@ __device__ __forceinline__ uint4 load_values(const uint4* row, int vector, int n
 __device__ __forceinline__ void store(const QuantiseArgs& args, int token, int vector, const float (&values)[kWidth],
                                       float scale) {
   const size_t index = static_cast<size_t>(token) * (args.columns / kWidth) + vector;
-  reinterpret_cast<uint2*>(args.numbers)[index] = to_e4m3(values, scale);
+  const float inverse = 1.0f / scale;
+  reinterpret_cast<uint2*>(args.numbers)[index] =
+      make_uint2(rounded_to_e4m3(make_float4(values[0], values[1], values[2], values[3]), scale, inverse),
+                 rounded_to_e4m3(make_float4(values[4], values[5], values[6], values[7]), scale, inverse));
 }
 
 // Returns the largest value of the 16 threads that have the 128 columns of a scale.
@@ -153,8 +153,9 @@ __device__ __forceinline__ void store_block_scale(const QuantiseArgs& args, int 
 
 // Block scales, without a norm. Grid: rows, chunks of 8 columns for each thread.
 template <Before kBefore>
-__global__ void __launch_bounds__(kChunkThreads) quantise_chunk_kernel(QuantiseArgs args) {
+__global__ void __launch_bounds__(kChunkThreads) quantise_chunk_kernel(const __grid_constant__ QuantiseArgs args) {
   if (is_scale_block(args)) return;
+  wait_for_previous_kernel();
   const int token = blockIdx.x, vector = blockIdx.y * blockDim.x + threadIdx.x, num_vectors = args.columns / kWidth;
   const bool is_inside = vector < num_vectors;
   const size_t width = kBefore == Before::kSiluProduct ? 2 * num_vectors : num_vectors;
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kChunkThreads) quantise_chunk_kernel(QuantiseA
   if (is_inside && token < args.tokens) {
     unpack(load_values<kBefore>(reinterpret_cast<const uint4*>(args.x) + token * width, vector, num_vectors), values);
   }
-  const float scale = scale_for(over_scale(highest_of(values)));
+  const float scale = e4m3_scale(over_scale(highest_of(values)));
   if (!is_inside) return;
   store(args, token, vector, values, scale);
   store_block_scale(args, token, vector, scale);
@@ -183,8 +184,9 @@ __device__ __forceinline__ float over_block(float value, float* shared) {
 
 // A norm, or one scale for each token. Grid: rows. kVectors: groups of 8 columns that a thread handles.
 template <Before kBefore, bool kPerToken, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads) quantise_row_kernel(QuantiseArgs args) {
-  __shared__ float sums[16], highests[16];
+__global__ void __launch_bounds__(kMaxThreads) quantise_row_kernel(const __grid_constant__ QuantiseArgs args) {
+  extern __shared__ float shared[];
+  float *sums = shared, *highests = shared + kMaxThreads / 32;
   if (is_scale_block(args)) return;
   const int token = blockIdx.x, thread = threadIdx.x, num_vectors = args.columns / kWidth;
   const bool is_padding = token >= args.tokens;
@@ -195,13 +197,15 @@ __global__ void __launch_bounds__(kMaxThreads) quantise_row_kernel(QuantiseArgs 
   uint4 packed[kVectors], gains[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const bool is_inside = vector_of(i) < num_vectors;
     packed[i] = gains[i] = make_uint4(0, 0, 0, 0);
-    if (is_inside && !is_padding) packed[i] = load_values<kBefore>(row, vector_of(i), num_vectors);
-    if constexpr (kBefore == Before::kRmsNorm) {
-      if (kVectors <= kMaxEarlyGains && is_inside)
-        gains[i] = __ldg(reinterpret_cast<const uint4*>(args.gain) + vector_of(i));
+    if (kBefore == Before::kRmsNorm && kVectors <= kMaxEarlyGains && vector_of(i) < num_vectors) {
+      gains[i] = __ldg(reinterpret_cast<const uint4*>(args.gain) + vector_of(i));
     }
+  }
+  wait_for_previous_kernel();
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (vector_of(i) < num_vectors && !is_padding) packed[i] = load_values<kBefore>(row, vector_of(i), num_vectors);
   }
   if constexpr (kBefore == Before::kRmsNorm) {
     float sum = 0.0f, values[kWidth], factors[kWidth];
@@ -234,14 +238,14 @@ __global__ void __launch_bounds__(kMaxThreads) quantise_row_kernel(QuantiseArgs 
     }
     most = over_block<true>(most, highests);
     for (int copy = thread; copy < args.copies; copy += blockDim.x) {
-      args.scales[static_cast<size_t>(copy) * args.rows + token] = scale_for(most);
+      args.scales[static_cast<size_t>(copy) * args.rows + token] = e4m3_scale(most);
     }
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     float values[kWidth];
     unpack(packed[i], values);
-    const float scale = scale_for(kPerToken ? most : over_scale(highest_of(values)));
+    const float scale = e4m3_scale(kPerToken ? most : over_scale(highest_of(values)));
     if (vector_of(i) >= num_vectors) continue;
     store(args, token, vector_of(i), values, scale);
     if constexpr (!kPerToken) store_block_scale(args, token, vector_of(i), scale);
@@ -271,29 +275,33 @@ inline QuantiseKernel chunk_kernel_for(Before before) {
                                         : quantise_chunk_kernel<Before::kNothing>;
 }
 
-// Returns the blocks in a grid's first dimension that lay out the weights' scales.
-inline int scale_blocks(const ScaleArgs& args, int chunks, int threads) {
-  const int block = chunks * threads;
-  return args.out == nullptr ? 0 : (args.rows * args.columns + block - 1) / block;
-}
+// A launch of one of the kernels.
+struct QuantiseLaunch {
+  QuantiseKernel kernel;
+  dim3 grid;
+  int threads;
+  size_t shared_bytes;
+};
 
-inline cudaError_t quantise(const QuantiseArgs& args, Before before, bool per_token, cudaStream_t stream) {
+inline QuantiseLaunch launch_of(const QuantiseArgs& args, Before before, bool per_token) {
   const int num_vectors = args.columns / kWidth;
   const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
+  int num_arranging = 0;
+  for (const ScaleArgs& weights : args.weights) num_arranging += weights.num_threads();
+  const auto rows_of_blocks = [&](int chunks, int threads) {
+    return args.rows + (num_arranging + chunks * threads - 1) / (chunks * threads);
+  };
   if (!per_token && before != Before::kRmsNorm) {
     const int threads = std::min(kChunkThreads, whole_warps(num_vectors)),
               chunks = (num_vectors + threads - 1) / threads;
-    const dim3 grid(args.rows + scale_blocks(args.weights, chunks, threads), chunks);
-    chunk_kernel_for(before)<<<grid, threads, 0, stream>>>(args);
-    return cudaGetLastError();
+    return {chunk_kernel_for(before), dim3(rows_of_blocks(chunks, threads), chunks), threads, 0};
   }
   const int most = args.rows <= kFewRows ? kMaxThreads : kManyRowsThreads;
   int share = 1;
   while (share < 8 && share * most < num_vectors) share *= 2;
   const int threads = whole_warps((num_vectors + share - 1) / share);
-  const int blocks = args.rows + scale_blocks(args.weights, 1, threads);
-  row_kernel_for(before, per_token, share)<<<blocks, threads, 0, stream>>>(args);
-  return cudaGetLastError();
+  constexpr size_t kSharedBytes = 2 * kMaxThreads / 32 * sizeof(float);
+  return {row_kernel_for(before, per_token, share), dim3(rows_of_blocks(1, threads)), threads, kSharedBytes};
 }
 
 }  // namespace meshserve::fp8

@@ -18,4 +18,10 @@ __device__ __forceinline__ float divided(float value, float scale, float inverse
   return fmaf(fmaf(-quotient, scale, value), inverse, quotient);
 }
 
+// Returns four values / scale as e4m3, the first one in the lowest byte. `inverse` is 1 / scale.
+__device__ __forceinline__ uint32_t rounded_to_e4m3(float4 v, float scale, float inverse) {
+  const uint32_t low = to_e4m3(divided(v.x, scale, inverse), divided(v.y, scale, inverse));
+  return low | static_cast<uint32_t>(to_e4m3(divided(v.z, scale, inverse), divided(v.w, scale, inverse))) << 16;
+}
+
 }  // namespace meshserve

@@ -68,6 +68,11 @@ struct Int4Weights {  // unsigned, two in a byte: column 2j is the low half of b
   static constexpr int kBlockColumns = 256;
   static constexpr int kFewest = 16, kMost = 64;
 };
+// e4m3, multiplied by cuBLASLt with activations that are rounded to e4m3, with a scale for each 128 columns of a token.
+struct RoundedFp8Weights {
+  using Matrix = ScaledMatrix;
+  static constexpr bool kIsQuantised = true, kIsInt4 = false, kIsSplit = false;
+};
 
 // The format whose activations a format takes, and the one that the output projection leaves for what follows it.
 template <class W>

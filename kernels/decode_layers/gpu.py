@@ -1,12 +1,14 @@
 """Runs the layers of a decode step on an NVIDIA Hopper GPU, in bfloat16: see ../cuda.
 
-Matrices may be quantised, all to FP8 or all to 4 bits. They stay so until they are in registers.
+Matrices may be quantised, all to FP8 or all to 4 bits. They stay so until they are in registers. In steps of
+`WIDE_TOKENS`, cuBLASLt multiplies FP8 weights by activations rounded to FP8 instead; see ../cuda/wide_step.cuh.
 
 One XLA call launches five kernels per layer, or seven on a mesh. Each kernel lets the next one start early and fetch
 its weights while it waits (programmatic dependent launch), so that memory stays busy between kernels.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels import p2p
-from meshserve.kernels.cuda import build, operands
+from meshserve.kernels.cuda import build, cublas_lt, operands
 from meshserve.kernels.experts import ExpertWeights
 from meshserve.kernels.experts import gpu as experts_gpu
 from meshserve.kernels.linear import FP8, Matrix, QuantisedMatrix
+from meshserve.kernels.linear import gpu as linear_gpu
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.kernels.paged_attention import gpu as attention_gpu
 
@@ -52,6 +55,9 @@ CHOSEN = LaunchShape()
 CACHED_LAYER_BYTES = 32 << 20
 _HALVED_TOKENS = 64  # from so many tokens on, the halves of a batch run side by side if the layers stay in the cache
 _MAX_ROUTED_EXPERTS = 128  # which the router's clusters score
+# Steps of so many tokens take cuBLASLt less time than the fused products, which read weights once for each 64 tokens.
+WIDE_TOKENS = range(65, 257)
+_WIDE_MULTIPLE = 16  # of tokens, for the alignment of cuBLASLt's operands
 
 
 def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
@@ -159,6 +165,10 @@ def decode_layers(
         arguments = (x, weights, cache, batch, inverse_frequencies)
         return _expert_layers(*arguments, settings=settings, layers=layers, launch=launch)
     batch_size, embed = x.shape
+    if batch_size in WIDE_TOKENS and not settings.has_drafts and settings.p2p is None:
+        if has_wide_steps(weights, cache.shape[5]):
+            arguments = (x, weights, cache, batch, inverse_frequencies)
+            return *_wide_layers(*arguments, settings=settings, layers=layers, launch=launch), None
     if launch.streams == 0 and _is_halved(batch_size, weights, settings):
         launch = dataclasses.replace(launch, streams=2)
     scratch = _scratch(batch_size, embed=embed, heads=_heads(weights, cache), mlp=weights.down.shape[2])
@@ -183,12 +193,85 @@ def decode_layers(
     return x, cache, None
 
 
+def has_wide_steps(weights: "LayerWeights", head_dim: int) -> bool:
+    """Returns whether steps of `WIDE_TOKENS` without drafts multiply these weights, or their shapes, by cuBLASLt.
+
+    They are then on one device. Scales cover 128 columns, and a head has as many. Smaller layers, which stay in the L2
+    cache between groups of tokens, take the fused products.
+    """
+    matrices = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    if weights.router is not None or head_dim != linear_gpu.BLOCK_COLUMNS or _is_cached(weights):
+        return False
+    return all(
+        isinstance(matrix, QuantisedMatrix)
+        and linear_gpu.unsupported_reason(matrix, jnp.dtype("bfloat16")) is None
+        and matrix.block[1] == linear_gpu.BLOCK_COLUMNS
+        and matrix.scale.dtype in (jnp.bfloat16, jnp.float32)
+        for matrix in matrices
+    )
+
+
+def _wide_layers(
+    x: jax.Array,
+    weights: "LayerWeights",
+    cache: jax.Array,
+    batch: "DecodeBatch",
+    inverse_frequencies: jax.Array,
+    *,
+    settings: "LayerSettings",
+    layers: range,
+    launch: LaunchShape,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs layers of a step of `WIDE_TOKENS`; see `DecodeKernels.decode_layers` and `has_wide_steps`."""
+    cublas_lt.open_library()
+    num_tokens, num_more = x.shape[0], -x.shape[0] % _WIDE_MULTIPLE
+    x = jnp.pad(x, ((0, num_more), (0, 0)))
+    positions = jnp.pad(batch.positions, (0, num_more), constant_values=-1)
+    page_table = jnp.pad(batch.page_table, ((0, num_more), (0, 0)))
+    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies
+    batch_size, embed = x.shape
+    algorithms = [
+        linear_gpu.algorithm_for(matrix, batch_size, num_stacked=matrix.shape[0])
+        for matrix in (weights.qkv, weights.o, weights.gate_up, weights.down)
+    ]
+    num_bytes = build.load().meshserve_wide_scratch_bytes(
+        batch_size, embed, *_heads(weights, cache), weights.down.shape[2]
+    )
+    results = (_like(x), _like(cache), jax.ShapeDtypeStruct((num_bytes,), jnp.uint8))
+    parts = [part for matrix in weights[:-1] for part in _parts(matrix)[:2]]  # without zero points
+    aliases = {1 + len(parts): 1}
+    x, cache, _ = jax.ffi.ffi_call("meshserve_decode_layers_wide", results, input_output_aliases=aliases)(
+        x,
+        *parts,
+        cache,
+        page_table,
+        operands.beside_tokens(positions),
+        jnp.cos(angles) * settings.rotary_scale,
+        jnp.sin(angles) * settings.rotary_scale,
+        first_layer=np.int32(layers.start),
+        num_layers=np.int32(len(layers)),
+        epsilon=np.float32(settings.epsilon),
+        scale=np.float32(settings.softmax_scale),
+        is_spread=np.array([algorithm.is_spread for algorithm in algorithms], np.int32),
+        candidates=np.array([algorithm.candidate for algorithm in algorithms], np.int32),
+        tuning=launch.attribute(),
+    )
+    return x[:num_tokens], cache
+
+
 def _is_halved(batch_size: int, weights: "LayerWeights", settings: "LayerSettings") -> bool:
     """Returns whether the halves of a batch run side by side. No token may then depend on another of its step."""
     if settings.has_drafts or settings.p2p is not None or isinstance(weights.qkv, QuantisedMatrix):
         return False
-    num_bytes = sum(matrix.nbytes for matrix in (weights.qkv, weights.o, weights.gate_up, weights.down))
-    return batch_size >= _HALVED_TOKENS and num_bytes <= CACHED_LAYER_BYTES * weights.qkv.shape[0]
+    return batch_size >= _HALVED_TOKENS and _is_cached(weights)
+
+
+def _is_cached(weights: "LayerWeights") -> bool:
+    """Returns whether a layer stays in the L2 cache."""
+    matrices = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    arrays = [matrix.data if isinstance(matrix, QuantisedMatrix) else matrix for matrix in matrices]
+    num_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    return num_bytes <= CACHED_LAYER_BYTES * weights.qkv.shape[0]
 
 
 def prompt_layers(

@@ -6,6 +6,8 @@ float32 sums. What it does not take is computed by `xla.linear`, with dequantise
 which weights these are.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +25,11 @@ _NARROW_HEAD_TOKENS = 64  # the same of the kernel for fewer tokens, and for sca
 _HEAD_COLUMN_MULTIPLE = 64  # columns that share an exponent, see ../cuda/weight_formats.cuh
 _MAX_COLUMNS = 32_768  # limited by the registers of the kernel that rounds activations
 # Up to so many tokens and rows, cuBLASLt is faster if it is given a scale for each row and 128 columns: it then takes
-# smaller tiles (docs/log/prefill.md).
+# smaller tiles (docs/log/prefill.md). As measured for Qwen3's sizes (docs/log/decode.md), also with more rows of few
+# columns, by its second choice from some tokens on, and with more tokens if a matrix is small.
 _SPREAD_TOKENS, _SPREAD_ROWS = 128, 4096
+_WIDER_SPREAD_ROWS, _WIDER_SPREAD_COLUMNS, _FIRST_CHOICE_TOKENS = 8192, 8192, 96
+_LONGER_SPREAD_TOKENS, _LONGER_SPREAD_ELEMENTS = 256, 25 << 20
 # With block scales, more tokens and rows than these take a sixth less time with cuBLASLt's second choice.
 _MANY_TOKENS, _MANY_ROWS = 4096, 16_384
 _WORKSPACE_BYTES = 32 << 20  # cuBLAS's recommendation for Hopper; also in ../cuda/cublas_lt.cuh
@@ -97,9 +102,9 @@ def linear(
     columns, num_rows, num_tokens = weight.shape[-1], int(np.prod(weight.shape[:-1])), x.shape[0]
     padded = -(-num_tokens // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
     has_residual = residual is not None and padded == num_tokens and residual.dtype == out_dtype
-    is_spread = _is_spread(weight, padded)
-    if candidate is None:
-        candidate = int(weight.block[0] == BLOCK_COLUMNS and padded > _MANY_TOKENS and num_rows > _MANY_ROWS)
+    algorithm = algorithm_for(weight, padded)
+    candidate = algorithm.candidate if candidate is None else candidate
+    is_spread = algorithm.is_spread
     results = (
         jax.ShapeDtypeStruct((padded, num_rows), out_dtype),
         jax.ShapeDtypeStruct((padded, columns), FP8),
@@ -123,12 +128,28 @@ def linear(
     return product if residual is None or has_residual else residual + product
 
 
-def _is_spread(weight: QuantisedMatrix, num_tokens: int) -> bool:
-    """Returns whether cuBLASLt is given a scale for each row of the weights and 128 columns."""
+class Algorithm(NamedTuple):
+    """How cuBLASLt multiplies a matrix."""
+
+    is_spread: bool = False  # whether it is given a scale for each row and 128 columns
+    candidate: int = 0  # in the order of its own estimates
+
+
+def algorithm_for(weight: QuantisedMatrix, num_tokens: int, *, num_stacked: int = 1) -> Algorithm:
+    """Returns what was measured to be fast for a matrix, or for those of a stack."""
+    num_rows, columns = int(np.prod(weight.shape[:-1])) // num_stacked, weight.shape[-1]
+    can_spread = columns % BLOCK_COLUMNS == 0
+    if can_spread and num_rows <= _SPREAD_ROWS:
+        is_small = num_rows * columns <= _LONGER_SPREAD_ELEMENTS
+        if num_tokens <= (_LONGER_SPREAD_TOKENS if is_small else _SPREAD_TOKENS):
+            return Algorithm(is_spread=True)
+    elif can_spread and num_rows <= _WIDER_SPREAD_ROWS and columns <= _WIDER_SPREAD_COLUMNS:
+        if num_tokens <= _SPREAD_TOKENS:
+            return Algorithm(is_spread=True, candidate=int(num_tokens > _FIRST_CHOICE_TOKENS))
     if weight.block[0] not in (1, BLOCK_COLUMNS):
-        return True
-    num_rows, columns = int(np.prod(weight.shape[:-1])), weight.shape[-1]
-    return num_tokens <= _SPREAD_TOKENS and num_rows <= _SPREAD_ROWS and columns % BLOCK_COLUMNS == 0
+        return Algorithm(is_spread=True)
+    has_many = num_tokens > _MANY_TOKENS and num_rows > _MANY_ROWS
+    return Algorithm(candidate=int(weight.block[0] == BLOCK_COLUMNS and has_many))
 
 
 def _num_arranged(weight: QuantisedMatrix, *, is_spread: bool) -> int:

@@ -100,6 +100,7 @@ class KernelShapes:
     dtype: jnp.dtype
     cache_dtype: jnp.dtype
     page_size: int
+    has_drafts: bool = False  # a request may have several tokens in a step
 
 
 class CudaRefusals(NamedTuple):
@@ -125,6 +126,9 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
     )  # not measured on several devices
     if is_cached:
         return _MAX_CACHED_FUSED_TOKENS
+    if names.linear == "cuda_fp8" and names.decode_layers == "cuda" and num_devices == 1 and not shapes.has_drafts:
+        if decode_layers.gpu.has_wide_steps(_layer_shapes(shapes), model.head_dim):
+            return decode_layers.gpu.WIDE_TOKENS[-1]
     has_int4 = model.quantisation is not None and model.quantisation.is_int4
     return _MAX_INT4_FUSED_TOKENS if has_int4 and num_devices == 1 else _MAX_FUSED_TOKENS
 

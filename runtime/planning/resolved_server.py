@@ -88,6 +88,7 @@ class ResolvedServer:
             dtype=self.dtype,
             cache_dtype=self.cache_dtype,
             page_size=self.limits.page_size,
+            has_drafts=self.limits.draft_tokens > 0,
         )
 
     @property
@@ -233,7 +234,7 @@ def place_on(server: ResolvedServer, mesh: Mesh) -> PlacedServer:
     Raises:
       ValueError: A kernel cannot serve the model on such devices, or its compiler is not installed.
     """
-    kernels = make_kernels(server.kernel_names, _kernel_shapes(server), mesh)
+    kernels = make_kernels(server.kernel_names, server.kernel_shapes, mesh)
     return _placed(server, mesh, kernels, P2PFindings())
 
 
@@ -263,6 +264,7 @@ def _shapes(config: ServeConfig, model: ModelConfig, platform: str, num_devices:
         dtype=jnp.dtype(serving_dtype(config, model, platform)),
         cache_dtype=jnp.dtype(cache_dtype(config, model, platform)),
         page_size=config.page_size,
+        has_drafts=config.draft_tokens > 0,
     )
 
 
@@ -270,16 +272,6 @@ def _automatic_cp(layout: ShardLayout, page_size: int) -> int:
     """Returns the largest context-parallel size that leaves each device pages that every kernel supports."""
     sizes = (cp for cp in range(layout.max_cp, 1, -1) if layout.max_cp % cp == 0)
     return next((cp for cp in sizes if page_size % (_KERNEL_PAGE_TOKENS * cp) == 0), 1)
-
-
-def _kernel_shapes(server: ResolvedServer) -> KernelShapes:
-    return KernelShapes(
-        model=server.model,
-        layout=server.layout,
-        dtype=server.dtype,
-        cache_dtype=server.cache_dtype,
-        page_size=server.limits.page_size,
-    )
 
 
 def _resolved(

@@ -25,7 +25,9 @@ class Cuts(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
-    return on_host.compiled(folder, "emulated", "context_parts.cpp", "weight_formats.cuh", "context_parts.cuh")
+    return on_host.compiled(
+        folder, "emulated", "context_parts.cpp", "weight_formats.cuh", "rounding.cuh", "context_parts.cuh"
+    )
 
 
 def find_parts(

@@ -19,7 +19,7 @@ LENGTHS = (1, 16, 0, 17, 150, 40)  # 0: padding
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
     attention = ("context_parts.cuh", "attention_tiles.cuh", "attention.cuh")
-    sources = ("weight_formats.cuh", "quantised.cuh", "e4m3_cache.cuh", *attention)
+    sources = ("weight_formats.cuh", "rounding.cuh", "quantised.cuh", "e4m3_cache.cuh", *attention)
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     return on_host.compiled(folder, "emulated", "decode_attention.cpp", *sources, flags=flags)
 
@@ -33,7 +33,7 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
 def test_attention_is_the_float64_computation(
     library: ctypes.CDLL, dtype: np.dtype, tile_tokens: int, head_dim: int, group: int, stages: int
 ) -> None:
-    """The cache holds NaN wherever no request has a key or a value."""
+    """The cache holds NaN wherever no request has a key or a value. Rounded to e4m3 is the result in bfloat16."""
     rng, kv_heads, page_size = np.random.default_rng(head_dim + group), 2, 32
     max_pages = -(-max(LENGTHS) // page_size)
     num_pages = len(LENGTHS) * max_pages + 3
@@ -53,12 +53,20 @@ def test_attention_is_the_float64_computation(
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) if length else scores
         expected[request] = weights @ v / weights.sum(axis=-1, keepdims=True) if length else 0
     out = np.full(expected.shape, np.nan, BFLOAT16)
-    arrays = map(address, (q, cache, pages, positions, out))
+    arrays = [address(array) for array in (q, cache, pages, positions)]
     sizes = (len(LENGTHS), kv_heads, group, page_size, max_pages, cache.size // head_dim, stages, tile_tokens)
-    library.attend(head_dim, int(dtype == E4M3), *arrays, *sizes, ctypes.c_float(head_dim**-0.5 * math.log2(math.e)))
+    scale_log2 = ctypes.c_float(head_dim**-0.5 * math.log2(math.e))
+    library.attend(head_dim, int(dtype == E4M3), *arrays, address(out), *sizes, scale_log2, None)
     error = np.linalg.norm(out.astype(np.float64) - expected, axis=-1)
     assert (error <= 0.01 * np.linalg.norm(expected, axis=-1)).all()
     assert not out[positions < 0].any()
+    if head_dim == 128 and (dtype, tile_tokens) != (E4M3, 16):
+        numbers, scales = np.empty(out.shape, E4M3), np.full((kv_heads, group, len(LENGTHS)), np.nan, np.float32)
+        library.attend(128, int(dtype == E4M3), *arrays, address(numbers), *sizes, scale_log2, address(scales))
+        highest = np.abs(out.astype(np.float32)).max(axis=-1)
+        np.testing.assert_array_equal(scales.transpose(2, 0, 1), np.where(highest > 0, highest / np.float32(448), 1))
+        rounded = (out.astype(np.float64) / scales.transpose(2, 0, 1)[..., None]).astype(E4M3)
+        np.testing.assert_array_equal(numbers.astype(np.float32), rounded.astype(np.float32))
 
 
 def test_a_tile_in_8_bits_is_widened_in_the_order_that_wgmma_reads(library: ctypes.CDLL) -> None:

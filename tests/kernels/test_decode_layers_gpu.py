@@ -11,6 +11,10 @@ import pytest
 from meshserve.kernels.cuda import build
 from meshserve.kernels.decode_layers import DecodeBatch, cases, gpu, reference
 from meshserve.kernels.experts import gpu as experts_gpu
+from meshserve.kernels.linear import QuantisedMatrix, RMSNorm, silu_product
+from meshserve.kernels.linear import gpu as linear_gpu
+from meshserve.kernels.paged_attention import PagedBatch, RopeSettings
+from meshserve.kernels.paged_attention import gpu as attention_gpu
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -92,6 +96,82 @@ def test_whole_stack(case):
     check_cache(inputs, cache, expected_cache, case.num_layers, bound=bound)
     again = run(*arguments)
     np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(x))  # bitwise equal: no races
+
+
+def by_single_calls(x, weights, cache, batch, inverse_frequencies, *, settings):
+    """Runs layers as steps do that are not fused: each product, with its prologue, and each half of attention apart."""
+    tokens = PagedBatch(batch.positions, jnp.arange(len(x)), batch.page_table)
+    angles = batch.positions.astype(jnp.float32)[:, None] * inverse_frequencies
+    gains = weights.q_norm, weights.k_norm
+    rope = RopeSettings(*gains, jnp.cos(angles), jnp.sin(angles), settings.epsilon)
+
+    def product(x, stack, layer, **known):
+        return linear_gpu.linear(x, QuantisedMatrix(stack.data[layer], stack.scale[layer]), **known)
+
+    for layer in range(weights.qkv.shape[0]):
+        norm = RMSNorm(weights.input_norm[layer], settings.epsilon)
+        rows = product(x, weights.qkv, layer, prologue=norm)
+        q, cache = attention_gpu.qk_norm_rope(rows, cache, tokens, rope, layer=layer)
+        attended = gpu.attention(q, cache, batch, settings=settings, layer=layer)
+        x = product(attended, weights.o, layer, residual=x)
+        halves = product(x, weights.gate_up, layer, prologue=RMSNorm(weights.post_norm[layer], settings.epsilon))
+        x = product(halves, weights.down, layer, prologue=silu_product, residual=x)
+    return x, cache
+
+
+def wide_case(name: str, *lengths: int, cache_dtype: str = "", **sizes: int) -> cases.Case:
+    known = {"embed": 512, "group": 4, "mlp": 1024, **sizes}
+    return cases.Case(name=name, lengths=lengths, weights="fp8-block", cache_dtype=cache_dtype, **known)
+
+
+WIDE_CASES = (
+    wide_case("80", *range(80)),
+    wide_case("128-8-heads", 0, *range(3, 257, 2), kv_heads=8),
+    wide_case("128-8-heads-fp8-cache", 0, *range(3, 257, 2), kv_heads=8, cache_dtype="float8_e4m3fn"),
+    wide_case("80-uneven", 1_200, *range(10, 84), 0, 0, 900, 2, 257, page_size=64),
+    wide_case("80-uneven-fp8-cache", 1_200, *range(10, 84), 0, 0, 900, 2, 257, cache_dtype="float8_e4m3fn"),
+    wide_case("256", *range(20, 276), group=2),
+    wide_case("8b-layer", *range(12, 140), embed=4096, kv_heads=8, mlp=12288, page_size=64, num_layers=1),
+)
+WIDE_CASES_AND_SCALES = [(case, "float32") for case in WIDE_CASES] + [(WIDE_CASES[1], "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("case", "scale_dtype"), WIDE_CASES_AND_SCALES, ids=lambda value: getattr(value, "name", value)
+)
+def test_wide_steps_give_the_bits_of_single_calls(case, scale_dtype, monkeypatch):
+    """The kernels are the same, but for attention, which rounds its result itself; here they are launched early."""
+    monkeypatch.setattr(gpu, "CACHED_LAYER_BYTES", 0)
+    inputs = inputs_of(case)
+    weights = jax.tree.map(lambda a: a.astype(scale_dtype) if a.dtype == jnp.float32 else a, inputs.weights)
+    assert len(case.lengths) in gpu.WIDE_TOKENS
+    assert gpu.has_wide_steps(weights, case.head_dim)
+    arguments = (inputs.x, weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
+    x, cache, _ = run(*arguments)
+    expected, expected_cache = jax.jit(functools.partial(by_single_calls, settings=inputs.settings))(*arguments)
+    assert np.isfinite(np.asarray(x, np.float32)).all()
+    np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(expected, np.float32))
+    np.testing.assert_array_equal(np.asarray(cache, np.float32), np.asarray(expected_cache, np.float32))
+    for _ in range(3):
+        again = run(*arguments)
+        np.testing.assert_array_equal(np.asarray(again[0], np.float32), np.asarray(x, np.float32))
+
+
+@pytest.mark.parametrize("num_tokens", [65, 100])
+def test_wide_steps_are_the_layers_on_rounded_activations(num_tokens, monkeypatch):
+    """Numbers of tokens that are padded, against float32 activations that are not rounded."""
+    monkeypatch.setattr(gpu, "CACHED_LAYER_BYTES", 0)
+    inputs = inputs_of(wide_case(f"wide-{num_tokens}", *range(num_tokens)))
+    arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    x, cache, _ = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))(*arguments)
+    expected, expected_cache, _ = expect(reference.decode_layers, *arguments, settings=inputs.settings)
+    before = np.asarray(inputs.x, np.float32)[1:]  # the first request is padding
+    out, expected = np.asarray(x, np.float32)[1:], np.asarray(expected)[1:]
+    error = relative_error(out - before, expected - before)
+    print(f"error {error:.2e} of what the layers add")
+    assert error < 0.06
+    check_cache(inputs, cache, expected_cache, 2, bound=0.06)
 
 
 PROMPTS = {  # tokens of each request, and how many of them the step computes

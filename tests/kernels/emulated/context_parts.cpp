@@ -55,7 +55,10 @@ extern "C" void merge(int num_parts, int group, int num_calls, const float* part
           auto arrive = [&] { return atomicAdd(&num_arrived, 1); };
           const ContextPart part = {0, index, num_parts};
           bf16* to = out + static_cast<size_t>(call) * group * H;
-          merge_parts<H>(part, arrive, &states[index].is_last, to, for_mine, merged_of, row_of);
+          const auto store = [&](int query, int element, const Merged& merged) {
+            store_activations<Bf16Weights>(to + query * H, nullptr, element, divided_by_sum(merged));
+          };
+          merge_parts<H>(part, arrive, &states[index].is_last, for_mine, merged_of, row_of, store);
         });
       }
     }

@@ -12,7 +12,7 @@ using namespace meshserve;
 
 namespace {
 
-template <int H, class C>
+template <int H, class C, class W = Bf16Weights>
 void run(const CUtensorMap& pages, const AttentionArgs& args) {
   Block state(kAttentionThreads);
   shared_base = memory;
@@ -27,7 +27,7 @@ void run(const CUtensorMap& pages, const AttentionArgs& args) {
           __syncthreads();
           if (t == 0) std::memset(memory, 0xFF, kSharedBytes);  // NaN: nothing may be read before it is written
           __syncthreads();
-          attention_kernel<H, Bf16Weights, C>(pages, args);
+          attention_kernel<H, W, C>(pages, args);
         }
       }
     });
@@ -36,10 +36,10 @@ void run(const CUtensorMap& pages, const AttentionArgs& args) {
 
 }  // namespace
 
-// The cache is one layer [P, K, 2, S, H] of `rows` rows.
+// The cache is one layer [P, K, 2, S, H] of `rows` rows. With `rounded_scales`, `out` is e4m3 and `head_dim` 128.
 extern "C" void attend(int head_dim, int is_fp8, const bf16* q, const uint8_t* cache, const int* page_table,
                        const int* positions, bf16* out, int batch, int kv_heads, int group, int page_size,
-                       int max_pages, int rows, int stages, int tile_tokens, float scale_log2) {
+                       int max_pages, int rows, int stages, int tile_tokens, float scale_log2, float* rounded_scales) {
   AttentionArgs args = {};
   args.q = q;
   args.cache = cache;
@@ -47,6 +47,7 @@ extern "C" void attend(int head_dim, int is_fp8, const bf16* q, const uint8_t* c
   args.cuts.positions = positions;
   args.cuts.batch = args.cuts.num_clusters = batch;
   args.out = out;
+  args.rounded_scales = rounded_scales;
   args.max_pages = max_pages;
   args.page_size = page_size;
   args.kv_heads = kv_heads;
@@ -59,6 +60,9 @@ extern "C" void attend(int head_dim, int is_fp8, const bf16* q, const uint8_t* c
                                 : (is_fp8 ? run<64, Fp8Cache> : run<64, Bf16Cache>);
   if (tile_tokens == kTileTokens<LongFp8Cache>) {
     kernel = head_dim == 128 ? run<128, LongFp8Cache> : run<64, LongFp8Cache>;
+  }
+  if (rounded_scales != nullptr) {
+    kernel = is_fp8 ? run<128, LongFp8Cache, RoundedFp8Weights> : run<128, Bf16Cache, RoundedFp8Weights>;
   }
   kernel(pages, args);
 }

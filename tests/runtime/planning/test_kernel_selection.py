@@ -353,6 +353,23 @@ def test_layers_that_stay_in_the_l2_cache_are_told_by_their_quantised_bytes() ->
     assert [most("qwen3-8b", scheme) for scheme in ("none", "fp8-block", "int4")] == [64, 64, 128]
 
 
+def test_larger_decodes_with_block_scaled_fp8_weights_run_on_fused_layers_on_one_device() -> None:
+    def most(size: str, scheme: str = "fp8-block", num_devices: int = 1, **options: object) -> int:
+        has_drafts = bool(options.pop("has_drafts", False))
+        model = named_model(size, scheme)
+        kernel_shapes = dataclasses.replace(shapes(num_devices, model=model), has_drafts=has_drafts)
+        config = ServeConfig(model="random", **options)
+        names = name_kernels(
+            config, platform="gpu", num_devices=1, cuda_refusals=CudaRefusals(), has_quantised_weights=True
+        )
+        return kernel_selection.max_fused_tokens(names, kernel_shapes)
+
+    assert most("qwen3-1.7b") == most("qwen3-8b") == 256
+    assert most("qwen3-8b", num_devices=2) == most("qwen3-8b", has_drafts=True) == most("qwen3-8b", linear="xla") == 64
+    assert most("qwen3-8b", "fp8-channel") == 64
+    assert most("qwen3-30b-a3b") == 128
+
+
 def test_small_steps_with_prompts_run_on_fused_layers_if_those_are_dense_and_on_one_device() -> None:
     def most(size: str, scheme: str = "none", num_devices: int = 1, pooling: Pooling | None = None, **known) -> int:
         model = dataclasses.replace(named_model(size, scheme), pooling=pooling)
