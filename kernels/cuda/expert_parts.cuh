@@ -120,17 +120,17 @@ __device__ __forceinline__ DownAddends load_down_addends(const RowsArgs& args) {
   return addends;
 }
 
-// Adds up the warps' sums of 16 columns of the output, and stores them. All threads call it.
-template <class W>
-__device__ __forceinline__ void store_down(const RowsArgs& args, const float (&parts)[kWarps][16][kFewTokens],
-                                           const DownAddends& addends) {
+// Adds up the warps' sums of 16 columns of the output, and stores them if `is_real`. All threads call it.
+template <class W, int kTokens>
+__device__ __forceinline__ void store_down(const RowsArgs& args, const float (&parts)[kWarps][16][kTokens],
+                                           const DownAddends& addends, bool is_real = true) {
   // 16 neighboring lanes have the rows of a token.
   const int row = threadIdx.x % 16, token = threadIdx.x / 16;
-  if (token >= kFewTokens) return;
+  if (token >= (kTokens < 2 ? 2 : kTokens)) return;  // whole warps
   float sum = 0.0f;
 #pragma unroll
-  for (int p = 0; p < kWarps; ++p) sum += parts[p][row][token];
-  const bool is_token = token < args.num_tokens;
+  for (int p = 0; p < kWarps; ++p) sum += parts[p][row][kTokens == 1 ? 0 : token];
+  const bool is_token = is_real && token < args.num_tokens;
   const size_t base = static_cast<size_t>(is_token ? token : 0) * args.rows;
   const int column = blockIdx.x * 16 + row;
   if (args.residual != nullptr) sum += __bfloat162float(addends.residual);

@@ -1,4 +1,5 @@
-// The experts of a step of at most 8 tokens: bound by streaming the chosen experts' weights.
+// The experts of a step of at most 8 tokens: bound by streaming the chosen experts' weights. A single token with 8-bit
+// weights has kernels of its own (expert_single.cuh).
 //
 // A warp multiplies 16 rows of weights by the 8 tokens (expert_parts.cuh). It fetches its weights with the bulk tensor
 // copy engine to a ring of its own in shared memory and waits for no other warp, so its loads stay in flight whatever

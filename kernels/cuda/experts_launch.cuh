@@ -6,6 +6,7 @@
 #include "expert_narrow_tiles.cuh"
 #include "expert_rings.cuh"
 #include "expert_router.cuh"
+#include "expert_single.cuh"
 #include "expert_tiles.cuh"
 #include "launch.cuh"
 
@@ -159,10 +160,25 @@ class Launcher {
     }
     constexpr int kFewest = kFewestBlocks;
     const dim3 grid(std::min(kMultiprocessors, most_experts * (shapes_.mlp / kRingRows)));
+    if constexpr (W::kIsQuantised) {
+      if (shapes_.tokens == 1) {
+        return ring_blocks() == kFewest ? one_token<kFewest>(grid, gate_up_map, down_map, gate_up, down)
+                                        : one_token<2 * kFewest>(grid, gate_up_map, down_map, gate_up, down);
+      }
+    }
     auto* kernel = ring_blocks() == kFewest ? gate_up_rings_kernel<W, kFewest> : gate_up_rings_kernel<W, 2 * kFewest>;
     step_.launch("expert gate_up", kernel, grid, kThreads, sizeof(GateUpRingsMemory), 1, gate_up_map, gate_up);
     step_.launch("expert down", down_rings_kernel<W>, dim3(shapes_.embed / kRingRows), kThreads,
                  sizeof(DownRingsMemory), 1, down_map, down);
+  }
+
+  template <int kBlocks>
+  void one_token(dim3 grid, const CUtensorMap& gate_up_map, const CUtensorMap& down_map, const RowsArgs& gate_up,
+                 const RowsArgs& down) {
+    step_.launch("expert gate_up", single_gate_up_kernel<W, kBlocks>, grid, kThreads,
+                 std::max(kMostOfAnSm, sizeof(SingleGateUpMemory<kBlocks>)), 1, gate_up_map, gate_up);
+    step_.launch("expert down", single_down_kernel<W>, dim3(shapes_.embed / kRingRows), kThreads,
+                 sizeof(SingleDownMemory), 1, down_map, down);
   }
 
   // Encodes a stack of matrices for copies of 128 bytes of each of `box_rows` rows.
@@ -493,6 +509,9 @@ std::vector<const void*> kernels_of() {
     add(narrow_tiles_kernel<true, 64, W>);
     add(fp8_tiles_kernel<false>);
     add(fp8_tiles_kernel<true>);
+    add(single_gate_up_kernel<W, 2>);
+    add(single_gate_up_kernel<W, 4>);
+    add(single_down_kernel<W>);
     add(combine_kernel<SplitFp8Weights>);
     add_projections_of<Epilogue::kQkv, RoutedFp8Weights>(kernels);
     add_projections_of<Epilogue::kResidual, RoutedFp8Weights>(kernels);

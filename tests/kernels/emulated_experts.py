@@ -115,7 +115,7 @@ def compiled(folder: Path) -> ctypes.CDLL:
     sources = (
         "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_parts.cuh", "expert_rings.cuh",
         "router_part.cuh", "rounding.cuh", "expert_tiles.cuh", "expert_narrow_tiles.cuh", "expert_fp8_tiles.cuh",
-        "expert_router.cuh",
+        "expert_single.cuh", "expert_router.cuh",
     )  # fmt: skip
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     memory = "*reinterpret_cast<RouterMemory*>({})"

@@ -21,7 +21,11 @@ CASES = (
                    skew=0.5, dtype="bfloat16", is_fp8=True)
         for num_tokens in (1, 3, 8, 9, 40, 130, 256, 300, 1000, 3000)
     ),
-    cases.Case(name="30b-a3b-fp8-2", num_tokens=2, num_chosen=8, embed=2048, mlp=768, dtype="bfloat16", is_fp8=True),
+    *(
+        cases.Case(name=f"30b-a3b-fp8-{num_tokens}", num_tokens=num_tokens, num_chosen=8, embed=2048, mlp=768,
+                   dtype="bfloat16", is_fp8=True)
+        for num_tokens in (1, 2)
+    ),
     *(
         cases.Case(name=f"480b-a35b-fp8-{num_tokens}", num_tokens=num_tokens, num_experts=8, embed=6144, mlp=256,
                    dtype="bfloat16", is_fp8=True)
@@ -31,7 +35,7 @@ CASES = (
     *(
         cases.Case(name=f"wide-{'fp8' if is_fp8 else 'bf16'}-{tokens}-{embed}", num_tokens=tokens, num_experts=40,
                    num_chosen=6, embed=embed, mlp=384, padding=tokens // 4, skew=0.5, dtype="bfloat16", is_fp8=is_fp8)
-        for is_fp8 in (False, True) for tokens, embed in ((1, 2048), (5, 2048), (8, 4096))
+        for is_fp8 in (False, True) for tokens, embed in ((1, 2048), (1, 4096), (5, 2048), (8, 4096))
     ),
     cases.Case(name="eight", num_tokens=8, num_experts=32, dtype="bfloat16"),
     cases.Case(name="few-and-skewed", num_tokens=7, padding=3, skew=1.5, mlp=96, embed=512, dtype="bfloat16"),

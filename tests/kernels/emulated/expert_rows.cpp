@@ -3,6 +3,7 @@
 #include "expert_narrow_tiles.cuh"
 #include "expert_rings.cuh"
 #include "expert_router.cuh"
+#include "expert_single.cuh"
 #include "expert_tiles.cuh"
 #include "router_part.cuh"
 
@@ -149,10 +150,14 @@ extern "C" void gate_up(int is_fp8, unsigned blocks, const CUtensorMap* weights,
   auto* of_fp8 = is_long ? experts::gate_up_rings_kernel<Fp8Weights, 4> : experts::gate_up_rings_kernel<Fp8Weights, 2>;
   auto* of_bf16 =
       is_long ? experts::gate_up_rings_kernel<Bf16Weights, 8> : experts::gate_up_rings_kernel<Bf16Weights, 4>;
+  if (args->num_tokens == 1) {
+    of_fp8 = is_long ? experts::single_gate_up_kernel<Fp8Weights, 4> : experts::single_gate_up_kernel<Fp8Weights, 2>;
+  }
   run(is_fp8 ? of_fp8 : of_bf16, blocks, *weights, *args);
 }
 extern "C" void down(int is_fp8, const CUtensorMap* weights, const experts::RowsArgs* args) {
   auto* kernel = is_fp8 ? experts::down_rings_kernel<Fp8Weights> : experts::down_rings_kernel<Bf16Weights>;
+  if (is_fp8 && args->num_tokens == 1) kernel = experts::single_down_kernel<Fp8Weights>;
   run(kernel, args->rows / experts::kRingRows, *weights, *args);
 }
 extern "C" void tiles(int is_down, unsigned blocks, const CUtensorMap* weights, const CUtensorMap* input,
