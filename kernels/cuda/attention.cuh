@@ -51,30 +51,17 @@ __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_byte
 #pragma unroll 1
   for (int i = threadIdx.x; i < group * H / 4; i += kAttentionThreads) {
     int query = i / (H / 4), element = i % (H / 4) * 4;
-    float largest = -INFINITY, sum = 0.0f;
-    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) {
-      largest = fmaxf(largest, reinterpret_cast<const Partial<H>*>(memory + w * warp_bytes)->largest[query]);
-    }
-#pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) {
-      const Partial<H>* part = reinterpret_cast<const Partial<H>*>(memory + w * warp_bytes);
-      float scale = rescale(part->largest[query], largest);
-      float4 v = *reinterpret_cast<const float4*>(part->out + query * Partial<H>::kStride + element);
-      out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
-      sum += part->sum[query] * scale;
-    }
+    const Merged merged = merge_partials<H>(memory, warp_bytes, query, element);
     int row = blockIdx.x * queries_per_block + (query >> log2_splits), to = query & (splits - 1);
     const uint32_t at = shared_address(received->out + row * H + element);
     const uint32_t stats_at = shared_address(received->largest_and_sum + row);
-    const float4 stats = make_float4(largest, sum, 0.0f, 0.0f);
+    const float4 stats = make_float4(merged.largest, merged.sum, 0.0f, 0.0f);
     if (log2_splits > 0) {
       const uint32_t barrier = address_in_cluster(shared_address(&received->barrier), to);
-      send_float4(address_in_cluster(at, to), out, barrier);
+      send_float4(address_in_cluster(at, to), merged.out, barrier);
       if (element == 0) send_float4(address_in_cluster(stats_at, to), stats, barrier);
     } else {
-      store_shared_float4(at, out);
+      store_shared_float4(at, merged.out);
       if (element == 0) store_shared_float4(stats_at, stats);
     }
   }

@@ -236,6 +236,24 @@ __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int
   __syncwarp();
 }
 
+// Merges the results of kWarps warps for 4 elements of a query.
+template <int H, int kWarps = kAttentionWarps>
+__device__ __forceinline__ Merged merge_partials(const uint8_t* memory, int warp_bytes, int query, int element) {
+  Merged merged;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    merged.largest =
+        fmaxf(merged.largest, reinterpret_cast<const Partial<H>*>(memory + w * warp_bytes)->largest[query]);
+  }
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const Partial<H>* part = reinterpret_cast<const Partial<H>*>(memory + w * warp_bytes);
+    merged.add(*reinterpret_cast<const float4*>(part->out + query * Partial<H>::kStride + element), part->sum[query],
+               rescale(part->largest[query], merged.largest));
+  }
+  return merged;
+}
+
 // Stores the warp's result to shared memory.
 template <int H, class C>
 __device__ __forceinline__ void store_partial(Partial<H>* to, const WarpState<H>& state, int lane) {

@@ -438,8 +438,7 @@ void run_layers(StepOf<P>& step, const ExpertShapes& shapes, ExpertScratch scrat
   step.norm_tiles = 0;
   step.prepare(x, gain(step.weights.input_norm, first), true);
   for (int layer = first; layer < first + num_layers; ++layer) {
-    step.qkv(layer, s.q);
-    step.attention(layer, s.q, s.attended);
+    step.attended_heads(layer);
     const bf16* router = stacks.router + static_cast<size_t>(layer) * shapes.experts * shapes.embed;
     const bf16* post_gain = gain(step.weights.post_norm, layer);
     ExpertCall<W> call = {};

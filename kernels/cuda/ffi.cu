@@ -68,6 +68,7 @@ ffi::Error prompt_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
   call.is_fp8 = is_fp8(cache);
   call.out = step.scratch.attended;
   const auto attend = [&](int layer) {
+    step.qkv(layer, step.scratch.q);
     call.pages = data<uint8_t>(cache_out) + layer * (cache.size_bytes() / shapes.layers);
     if (step.error().empty()) step.note(prefill::launch(call, stream));
   };

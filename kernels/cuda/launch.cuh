@@ -125,10 +125,10 @@ class StepOf {
   // Runs `num_layers` layers from `first` on. On a mesh, the P2P all-reduce takes two rounds per layer, so every call
   // begins with round 0.
   void layers(const bf16* x, bf16* out, int first, int num_layers, const P2PGroup* p2p) {
-    layers(x, out, first, num_layers, p2p, [&](int layer) { attention(layer, scratch.q, scratch.attended); });
+    layers(x, out, first, num_layers, p2p, [&](int layer) { attended_heads(layer); });
   }
 
-  // The same with another attention: `attend(layer)` computes scratch.attended from scratch.q and the pages.
+  // The same with another attention: `attend(layer)` computes scratch.attended from the normed input and the pages.
   template <class Attend>
   void layers(const bf16* x, bf16* out, int first, int num_layers, const P2PGroup* p2p, const Attend& attend) {
     const Scratch& s = scratch;
@@ -136,7 +136,6 @@ class StepOf {
     is_mesh_ = p2p != nullptr;
     prepare(x, gain(weights.input_norm, first), true);
     for (int layer = first; layer < first + num_layers; ++layer) {
-      qkv(layer, s.q);
       attend(layer);
       const bf16* next_gain = gain(weights.post_norm, layer);
       if (p2p != nullptr) {
@@ -180,10 +179,58 @@ class StepOf {
     launch("convert", convert_kernel<W>, dim3(shapes_.batch), kPrepareThreads, 0, 1, from, to, columns);
   }
 
+  // Computes scratch.attended: QKV and attention, in one kernel for few tokens.
+  void attended_heads(int layer) {
+    if constexpr (W::kFewest <= kHeadTokens && !W::kIsInt4) {
+      if (const int splits = merged_splits(); splits > 0) {
+        return cache.is_fp8 ? merged_heads<Epilogue::kAttendFp8>(layer, splits)
+                            : merged_heads<Epilogue::kAttend>(layer, splits);
+      }
+    }
+    qkv(layer, scratch.q);
+    attention(layer, scratch.q, scratch.attended);
+  }
+
   void qkv(int layer, bf16* q) {
-    auto args = normed();
-    args.row_base = layer * shapes_.qkv_rows();
+    auto args = qkv_args<Args>(layer);
     args.q_out = q;
+    int tiles = (shapes_.qkv_rows() + kTileRows - 1) / kTileRows;
+    project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles,
+                            tuning_.qkv_splits);
+  }
+
+  // Returns in how many ranges of k a cluster of merged QKV and attention divides its heads, a block each, or 0 if
+  // these are two kernels: merged, all weights of a block must be on their way before the previous kernel ends.
+  int merged_splits() const {
+    constexpr int kMostRangeBytes = (W::kIsQuantised ? 64 : 128) * 1024;  // quantised weights take longer to multiply
+    const int heads = shapes_.group + 2, splits = kHeadBlocks / heads;
+    const bool is_tuned = tuning_.qkv_splits != 0 || tuning_.attention_splits != 0;
+    if (is_mesh_ || is_tuned || shapes_.batch > kHeadTokens || shapes_.head_dim != kHeadDim) return 0;
+    if (heads > kHeadSlots || shapes_.batch > heads * splits) return 0;
+    const int range_blocks = shapes_.embed / splits / W::kBlockColumns;
+    const bool is_even = shapes_.embed % (splits * W::kBlockColumns) == 0;
+    return is_even && range_blocks * 2 * kHalfTileBytes <= kMostRangeBytes ? splits : 0;
+  }
+
+  template <Epilogue E>
+  void merged_heads(int layer, int splits) {
+    auto args = qkv_args<ArgsOf<E, W>>(layer);
+    HeadArgs& heads = args.heads;
+    if (!map_pages(&heads.pages, kProductTokens)) return;
+    heads.first_row = layer * (layer_elements() / kHeadDim);
+    heads.attended = scratch.attended;
+    heads.blocks = splits * (shapes_.group + 2);
+    heads.early_stages = cache.is_fp8 ? 2 : 1;  // which a warp's result fits in
+    heads.least_tiles = kHeadWarps;
+    heads.scale_log2 = scale * static_cast<float>(M_LOG2E);
+    project_tiled<kHeadTokens, E>("heads", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled,
+                                  shapes_.kv_heads, splits);
+  }
+
+  template <class AnyArgs>
+  AnyArgs qkv_args(int layer) const {
+    auto args = normed<AnyArgs>();
+    args.row_base = layer * shapes_.qkv_rows();
     args.q_gain = weights.q_norm + static_cast<size_t>(layer) * shapes_.head_dim;
     args.k_gain = weights.k_norm + static_cast<size_t>(layer) * shapes_.head_dim;
     args.cos_sin = scratch.cos_sin;
@@ -197,9 +244,7 @@ class StepOf {
     args.head_dim = shapes_.head_dim;
     args.has_fp8_cache = cache.is_fp8;
     args.holds_back = is_mesh_;
-    int tiles = (shapes_.qkv_rows() + kTileRows - 1) / kTileRows;
-    project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles,
-                            tuning_.qkv_splits);
+    return args;
   }
 
   void attention(int layer, const bf16* q, bf16* out) {
@@ -221,7 +266,7 @@ class StepOf {
     args.log2_splits = log2_of(splits);
     args.scale_log2 = scale * static_cast<float>(M_LOG2E);
     CUtensorMap pages;
-    if (!map_pages(&pages)) return;
+    if (!map_pages(&pages, tile_tokens())) return;
     dim3 grid(splits, shapes_.kv_heads, args.cuts.num_clusters);
     // Limiting the ring to what the longest request needs leaves room for the next kernels' weights.
     const int stage_bytes = 2 * tile_tokens() * h * element_bytes();
@@ -326,8 +371,9 @@ class StepOf {
     return args;
   }
 
-  Args normed() const {
-    Args args = base();
+  template <class AnyArgs = Args>
+  AnyArgs normed() const {
+    auto args = base<AnyArgs>();
     args.sums_in = scratch.sums;
     args.norm_tiles = norm_tiles != 0 ? norm_tiles : shapes_.embed / kTileRows;
     args.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
@@ -460,8 +506,12 @@ class StepOf {
     const int resident_bytes = split_blocks * kInputTiles * N * kBlockK * 2;
     const bool is_resident = kIsNarrow<N> && resident_bytes <= kMaxResidentBytes;
     const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : kInputTiles * N * kBlockK * 2);
-    const int kilobytes = tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112;
-    const int sum_bytes = kIsNarrow<N> ? splits * split_tokens(N, splits) * kSumStride * 4 : 0;
+    const int kilobytes = kAttends<E> ? kMaxSharedBytes / 1024 : tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112;
+    int blocks = splits, sum_bytes = kIsNarrow<N> ? splits * split_tokens(N, splits) * kSumStride * 4 : 0;
+    if constexpr (kAttends<E>) {
+      blocks = args.heads.blocks;
+      sum_bytes = blocks * kSumStride * 4 + sizeof(HeadMemory);
+    }
     int table_bytes = 0, exponent_bytes = 0;
     if constexpr (W::kIsQuantised) {
       const Scales& s = matrix.scales;
@@ -469,8 +519,11 @@ class StepOf {
       table_bytes = num_groups * scale_entries(s.rows_each) * 4;
       if (W::kIsSplit) exponent_bytes = (split_blocks * kInputTiles * N + 15) / 16 * 16;
     }
+    const int round_bytes = kHeadWarps * 2 * kProductTokens * kHeadDim * element_bytes();  // a tile for each warp
+    int page_bytes = 0;
+    if constexpr (kAttends<E>) page_bytes = args.heads.early_stages * round_bytes;
     const int ring_bytes = 1024 * kilobytes - kOtherBytes<N> - sum_bytes - (is_resident ? resident_bytes : 0) -
-                           table_bytes - exponent_bytes;
+                           table_bytes - exponent_bytes - page_bytes;
     args.resident_input = is_resident ? input : nullptr;
     args.blocks_per_stage = 1;
     if (kIsNarrow<N> && !W::kIsQuantised && args.k_blocks % splits == 0) {
@@ -487,7 +540,13 @@ class StepOf {
       if (error_.empty()) error_ = std::string(name) + ": the scales of a range of columns leave no memory for weights";
       return;
     }
-    const int loaded_bytes = args.stages * stage_bytes + (is_resident ? resident_bytes : 0);
+    int loaded_bytes = args.stages * stage_bytes + (is_resident ? resident_bytes : 0);
+    if constexpr (kAttends<E>) {
+      const int late_stages = args.stages * stage_bytes / round_bytes;
+      args.heads.stages = std::min(args.heads.early_stages + late_stages, kMaxHeadStages);
+      args.heads.page_offset = std::max(loaded_bytes, args.stages * stage_bytes + kHeadPartsBytes);
+      loaded_bytes = args.heads.page_offset + page_bytes;
+    }
     if constexpr (W::kIsQuantised) {
       args.scales = matrix.scales;
       args.table_offset = loaded_bytes;
@@ -504,9 +563,9 @@ class StepOf {
         !map_matrix(&input_map, input, shapes_.batch, columns, N, args.blocks_per_stage * kInputTiles)) {
       return;
     }
-    dim3 grid(splits, groups, tiles);
+    dim3 grid(blocks, groups, tiles);
     launch_at(product_priority, name, projection_kernel<N, E, W>, grid, kProjectionThreads,
-              args.ring_bytes + kOtherBytes<N> + sum_bytes, splits, weights_map, input_map, args);
+              args.ring_bytes + kOtherBytes<N> + sum_bytes, blocks, weights_map, input_map, args);
   }
 
   bool map_weights(CUtensorMap* map, const bf16* matrix, size_t rows, int columns, int blocks) {
@@ -545,12 +604,12 @@ class StepOf {
   }
   // Maps the whole cache as rows of one token each, split into halves of 128 bytes: tiles [H / 64, 16 tokens, 64]; in 8
   // bits [1, tile_tokens, H].
-  bool map_pages(CUtensorMap* map) {
+  bool map_pages(CUtensorMap* map, int tokens) {
     const int h = shapes_.head_dim, row = cache.is_fp8 ? h : 64;
     cuuint64_t sizes[3] = {static_cast<cuuint64_t>(row), shapes_.layers * (layer_elements() / h),
                            static_cast<cuuint64_t>(h / row)};
     cuuint64_t strides[2] = {static_cast<cuuint64_t>(h) * element_bytes(), 128};
-    const cuuint32_t box[3] = {static_cast<cuuint32_t>(row), static_cast<cuuint32_t>(tile_tokens()),
+    const cuuint32_t box[3] = {static_cast<cuuint32_t>(row), static_cast<cuuint32_t>(tokens),
                                static_cast<cuuint32_t>(h / row)};
     const auto type = cache.is_fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     // In a wider swizzle the copy engine would place each row in bytes of its own.
@@ -597,6 +656,9 @@ class StepOf {
     // All kernels use the same split of L1 and shared memory, because an SM must be idle to change it.
     check(name, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      cudaSharedmemCarveoutMaxShared));
+    if (cluster > kMaxSplits) {
+      check(name, cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    }
     cudaLaunchAttribute attributes[3] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = cluster;
@@ -648,6 +710,10 @@ void add_projections(std::vector<const void*>& kernels) {
   add_projections_of<Epilogue::kResidual, W>(kernels);
   add_projections_of<Epilogue::kGateUp, W>(kernels);
   add_projections_of<Epilogue::kShare, W>(kernels);
+  if constexpr (W::kFewest <= kHeadTokens && !W::kIsInt4) {
+    kernels.push_back(reinterpret_cast<const void*>(projection_kernel<kHeadTokens, Epilogue::kAttend, W>));
+    kernels.push_back(reinterpret_cast<const void*>(projection_kernel<kHeadTokens, Epilogue::kAttendFp8, W>));
+  }
 }
 
 }  // namespace meshserve

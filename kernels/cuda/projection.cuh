@@ -20,6 +20,7 @@
 #include <type_traits>
 
 #include "e4m3_cache.cuh"
+#include "head_attention.cuh"
 #include "integer_product.cuh"
 #include "p2p.cuh"
 #include "router_part.cuh"
@@ -50,10 +51,16 @@ constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16;
 // Returns the maximum number of tokens that each split of a tile finishes; tokens are assigned round-robin.
 __host__ __device__ constexpr int split_tokens(int tokens, int splits) { return (tokens + splits - 1) / splits; }
 
-enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare, kLogits, kRouted };
+enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare, kLogits, kRouted, kAttend, kAttendFp8 };
 
 template <Epilogue E>
 constexpr bool kAddsResidual = E == Epilogue::kResidual || E == Epilogue::kRouted;
+template <Epilogue E>
+constexpr bool kAttends = E == Epilogue::kAttend || E == Epilogue::kAttendFp8;  // whether the cluster attends
+template <Epilogue E>
+using CacheOf = std::conditional_t<E == Epilogue::kAttendFp8, Fp8Cache, Bf16Cache>;
+template <Epilogue E>
+constexpr bool kHasHeads = E == Epilogue::kQkv || kAttends<E>;
 
 struct ProjectionArgs {
   int batch;
@@ -100,9 +107,15 @@ struct RoutedArgs : ProjectionArgs {
   experts::RouterPart part;
 };
 
+// kAttend, kAttendFp8: kQkv, and attention with a cache in bf16 or e4m3.
+struct AttendArgs : ProjectionArgs {
+  HeadArgs heads;
+};
+
 template <Epilogue E>
 using PlainArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs,
-                                       std::conditional_t<E == Epilogue::kRouted, RoutedArgs, ProjectionArgs>>;
+                                       std::conditional_t<E == Epilogue::kRouted, RoutedArgs,
+                                                          std::conditional_t<kAttends<E>, AttendArgs, ProjectionArgs>>>;
 
 template <class Base>
 struct QuantisedArgs : Base {
@@ -122,11 +135,11 @@ template <Epilogue E, class W = Bf16Weights>
 using ArgsOf = std::conditional_t<W::kIsSplit, SplitArgs<PlainArgsOf<E>>,
                                   std::conditional_t<W::kIsQuantised, QuantisedArgs<PlainArgsOf<E>>, PlainArgsOf<E>>>;
 
-// The 4 rows of the tile that a lane holds for each token. For kQkv, also the head and elements of these rows.
+// The 4 rows of the tile that a lane holds for each token. With heads, also the head and elements of these rows.
 struct LaneRows {
   int kv_head, slot, element;  // slot: 0..G-1 query heads, G key, G+1 value
   bool is_valid;
-  uint2 gain;  // kResidual: gain of the next norm. kQkv: gain of the head's norm
+  uint2 gain;  // kResidual: gain of the next norm. With heads: gain of the head's norm
 };
 
 // Operands of a token's epilogue that earlier kernels wrote; fetched ahead to hide latency.
@@ -142,7 +155,7 @@ __device__ __forceinline__ LaneRows lane_rows(const ProjectionArgs& args, int ti
     if (args.next_gain != nullptr) {
       rows.gain = *reinterpret_cast<const uint2*>(args.next_gain + tile * kTileRows + 4 * lane);
     }
-  } else if constexpr (E == Epilogue::kQkv) {
+  } else if constexpr (kHasHeads<E>) {
     int row = tile * kTileRows + 4 * lane, head = row / args.head_dim, heads_per_kv = args.group + 2;
     rows.kv_head = head / heads_per_kv;
     rows.slot = head % heads_per_kv;
@@ -169,7 +182,7 @@ __device__ __forceinline__ EpilogueOperands load_operands(const ProjectionArgs& 
   if constexpr (kAddsResidual<E>) {
     size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
     if (args.residual != nullptr) operands.residual = *reinterpret_cast<const uint2*>(args.residual + at);
-  } else if constexpr (E == Epilogue::kQkv) {
+  } else if constexpr (kHasHeads<E>) {
     int half = args.head_dim / 2;
     const float* angles = args.cos_sin + token * args.head_dim + ((4 * lane) & (half - 1));
     operands.cosine = *reinterpret_cast<const float4*>(angles);
@@ -313,10 +326,10 @@ __device__ __forceinline__ void finish_gate_up(const Args& args, int tile, int t
   store_bf16x4(to, activated);
 }
 
-// Applies RMSNorm and rotary embedding to a query or key head, and writes it to q_out or the token's page. A head spans
-// 16 or 32 lanes; the elements paired by the rotary embedding are half a head apart, in different lanes.
-__device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token, float4 sum, const LaneRows& rows,
-                                           const EpilogueOperands& operands, long long offset) {
+// Applies RMSNorm and rotary embedding to a query or key head. A head spans 16 or 32 lanes; the elements paired by the
+// rotary embedding are half a head apart, in different lanes.
+__device__ __forceinline__ float4 norm_and_rotate(const ProjectionArgs& args, float4 sum, const LaneRows& rows,
+                                                  const EpilogueOperands& operands) {
   int lanes = args.head_dim / 4;
   float squares = sum_over_lanes(sum_of_squares(sum), lanes);
   float4 value = sum;
@@ -332,24 +345,62 @@ __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token
     value = make_float4(value.x * c.x + sign * other.x * s.x, value.y * c.y + sign * other.y * s.y,
                         value.z * c.z + sign * other.z * s.z, value.w * c.w + sign * other.w * s.w);
   }
+  return value;
+}
+
+__device__ __forceinline__ uint32_t narrow_to_e4m3(float4 v) {
+  return narrow_to_e4m3(pack_bf16(v.x, v.y)) | narrow_to_e4m3(pack_bf16(v.z, v.w)) << 16;
+}
+
+// Writes a key or value to the token's page.
+__device__ __forceinline__ void store_in_cache(const ProjectionArgs& args, float4 value, const LaneRows& rows,
+                                               long long offset) {
+  long long slab = 2 * rows.kv_head + (rows.slot - args.group);
+  const size_t at = offset + slab * args.page_size * args.head_dim + rows.element;
+  if (args.has_fp8_cache) {
+    *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(args.cache) + at) = narrow_to_e4m3(value);
+  } else {
+    store_bf16x4(static_cast<bf16*>(args.cache) + at, value);
+  }
+}
+
+// Writes a finished head to q_out or the token's page.
+__device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token, float4 sum, const LaneRows& rows,
+                                           const EpilogueOperands& operands, long long offset) {
+  const float4 value = norm_and_rotate(args, sum, rows, operands);
   if (!rows.is_valid) return;
   if (rows.slot < args.group) {
     size_t head = (static_cast<size_t>(token) * args.kv_heads + rows.kv_head) * args.group + rows.slot;
     store_bf16x4(args.q_out + head * args.head_dim + rows.element, value);
   } else if (offset >= 0) {
-    long long slab = 2 * rows.kv_head + (rows.slot - args.group);
-    const size_t at = offset + slab * args.page_size * args.head_dim + rows.element;
-    if (args.has_fp8_cache) {
-      const uint32_t low = narrow_to_e4m3(pack_bf16(value.x, value.y)),
-                     high = narrow_to_e4m3(pack_bf16(value.z, value.w));
-      *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(args.cache) + at) = low | high << 16;
-    } else {
-      store_bf16x4(static_cast<bf16*>(args.cache) + at, value);
-    }
+    store_in_cache(args, value, rows, offset);
   }
 }
 
-// Grid: (splits, batch / N rounded up, tiles), with clusters of (splits, 1, 1).
+// kAttend: adds up the parts of the head that this warp finishes for the block's token, and leaves it in shared memory.
+// The first part of a context also writes the key and value to the token's page.
+template <class C>
+__device__ __forceinline__ void finish_head(const AttendArgs& args, const HeadPart& part, uint32_t received, int warp,
+                                            int lane, float inverse_rms, const LaneRows& rows,
+                                            const EpilogueOperands& operands, long long offset, HeadMemory* memory) {
+  float4 sum = {};
+#pragma unroll 1
+  for (int r = 0; r < args.splits; ++r) {
+    sum = add(sum, load_shared_float4(received + ((warp * args.splits + r) * kSumStride + 4 * lane) * 4));
+  }
+  sum = make_float4(sum.x * inverse_rms, sum.y * inverse_rms, sum.z * inverse_rms, sum.w * inverse_rms);
+  const float4 value = norm_and_rotate(args, sum, rows, operands);
+  if (rows.slot < args.group) return store_bf16x4(memory->q + warp * kHeadDim + rows.element, value);
+  const int at = (rows.slot - args.group) * kHeadDim + rows.element;
+  if constexpr (C::kIsFp8) {
+    *reinterpret_cast<uint32_t*>(memory->current + at) = narrow_to_e4m3(value);
+  } else {
+    store_bf16x4(reinterpret_cast<bf16*>(memory->current) + at, value);
+  }
+  if (part.index == 0 && offset >= 0) store_in_cache(args, value, rows, offset);
+}
+
+// Grid: (splits, batch / N rounded up, tiles), with clusters of (splits, 1, 1). kAttend: (heads * splits, 1, K).
 // Stage: [blocks, 64, 64] weights of the tile's first rows, the same of its second rows, then [blocks, N, 64]
 // activations unless these are resident.
 template <int N, Epilogue E, class W = Bf16Weights>
@@ -366,7 +417,12 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   // The shuffle tells the compiler that the warp index is uniform within a warp, which wgmma requires.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int splits = args.splits;
-  const int split = blockIdx.x, first_token = blockIdx.y * N, tile = blockIdx.z;
+  int split = blockIdx.x, tile = blockIdx.z;
+  const int first_token = blockIdx.y * N;
+  if constexpr (kAttends<E>) {
+    split = blockIdx.x % splits;
+    tile = blockIdx.z * (args.group + 2) + blockIdx.x / splits;
+  }
   const int k_begin = args.k_blocks * split / splits, k_end = args.k_blocks * (split + 1) / splits;
   const int per_stage = W::kIsQuantised ? 1 : args.blocks_per_stage;  // divides k_end - k_begin
   const int iterations = (k_end - k_begin) / per_stage;
@@ -382,7 +438,11 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const uint32_t resident = ring_address + args.stages * stage_bytes;
   // Tiles begin at different k, so that they do not all load the same activations at once.
   const int first_stage = blockIdx.z % iterations;
-  const bool is_cluster = splits > 1;
+  const bool is_cluster = kAttends<E> || splits > 1;
+  HeadMemory* head_memory = nullptr;
+  if constexpr (kAttends<E>) {
+    head_memory = reinterpret_cast<HeadMemory*>(inverse_rms + 2 * N + args.heads.blocks * kSumStride);
+  }
 
   if (threadIdx.x == kConsumers) {
     prefetch_map(&weights);
@@ -393,13 +453,21 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       barrier_init(empty + 8 * s, kConsumerWarps);
     }
     barrier_init(sums_full, 1);
+    if (kAttends<E>) barrier_init(shared_address(&head_memory->parts_full), 1);
     barrier_init_fence();
-    if (kIsNarrow<N>) barrier_expect_bytes(sums_full, split_tokens(N - split, splits) * splits * kTileRows * 4);
+    if (kIsNarrow<N> && !kAttends<E>) {
+      barrier_expect_bytes(sums_full, split_tokens(N - split, splits) * splits * kTileRows * 4);
+    }
     if (!args.holds_back) let_next_kernel_start();
   }
   __syncthreads();
   // The blocks of a cluster write to each other's shared memory at the end, so all must have started by then.
   if (is_cluster) cluster_arrive();
+  auto part_of_block = [&] {
+    HeadPart part = {};
+    if constexpr (kAttends<E>) part = find_head_part(args, blockIdx.x, lane);
+    return part;
+  };
 
   if (warp == kProducerWarp) {
     if (lane == 0) {
@@ -444,6 +512,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     __syncwarp();
     if (is_cluster) {
       cluster_wait();
+      if (kAttends<E> && part_of_block().has_drafts) cluster_sync_global();
       if (!kIsNarrow<N>) cluster_sync_shared();
       if (!kIsNarrow<N>) cluster_sync();
     }
@@ -451,17 +520,18 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   }
 
   if (warp == kHelperWarp) {  // loads per-token data for the epilogue while the other warps multiply
-    if (E == Epilogue::kQkv) {
+    if (kHasHeads<E>) {
       for (int i = lane; i < N; i += 32) cache_offsets[i] = cache_offset(args, first_token + i);
     }
     wait_for_previous_kernel();
-    if (E == Epilogue::kQkv || E == Epilogue::kGateUp) load_inverse_rms<N>(args, first_token, lane, inverse_rms);
+    if (kHasHeads<E> || E == Epilogue::kGateUp) load_inverse_rms<N>(args, first_token, lane, inverse_rms);
     if (is_cluster) cluster_wait();
     if (is_cluster && !kIsNarrow<N>) {
       cluster_sync_shared();
       cluster_sync();
     } else {
       arrive_threads(2, kConsumers + 32);
+      if (kAttends<E> && part_of_block().has_drafts) cluster_sync_global();
     }
     return;
   }
@@ -470,7 +540,15 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const int token_step = splits * kConsumerWarps;
   const int first_n = split + splits * warp;
   touch_parameters(args);
-  const LaneRows rows = lane_rows<E>(args, tile, lane);
+  const HeadPart part = part_of_block();
+  HeadAttention<W, CacheOf<E>, ArgsOf<E, W>> attention;
+  int finished_tile = tile;
+  if constexpr (kAttends<E>) {
+    attention.begin(args, part, ring, head_memory, warp, lane);
+    if (threadIdx.x == 0 && part.token >= 0) barrier_expect_bytes(sums_full, args.heads.blocks * kTileRows * 4);
+    finished_tile = blockIdx.z * (args.group + 2) + min(warp, args.group + 1);
+  }
+  const LaneRows rows = lane_rows<E>(args, finished_tile, lane);
   ScaleTable table = {};
   if constexpr (W::kIsQuantised) {
     const Scales& scales = args.scales;
@@ -505,7 +583,11 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       if (n + u * token_step < N) operands[u] = load_operands<E>(args, tile, first_token + n + u * token_step, lane);
     }
   };
-  fetch_operands(first_n);
+  if constexpr (kAttends<E>) {
+    if (part.token >= 0) operands[0] = load_operands<E>(args, tile, part.token, lane);
+  } else {
+    fetch_operands(first_n);
+  }
 
   auto fetch_exponents = [&] {
     if constexpr (W::kIsSplit) {
@@ -599,6 +681,18 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     for (int j = 0; j < N / 8; ++j) {
       float4 v = make_float4(sums[0][4 * j], sums[0][4 * j + 1], sums[0][4 * j + 2], sums[0][4 * j + 3]);
       v = transpose_4x4(v, index);
+      if constexpr (kAttends<E>) {  // 4 lanes for each block, which gets the sums of its token
+        static_assert(kHeadBlocks == 8);
+        const int to = lane / 4, token = __shfl_sync(0xffffffffu, part.token_of_lane, to);
+        const int of = max(token, 0), from = lane % 2 * 16 + lane / 2 % 2 * 8 + of % 2 * 4 + of / 2;
+        const uint32_t at = received + (blockIdx.x * kSumStride + 16 * warp + 4 * (lane % 4)) * 4;
+        v = make_float4(__shfl_sync(0xffffffffu, v.x, from), __shfl_sync(0xffffffffu, v.y, from),
+                        __shfl_sync(0xffffffffu, v.z, from), __shfl_sync(0xffffffffu, v.w, from));
+        if (to < args.heads.blocks && token >= 0) {
+          send_float4(address_in_cluster(at, to), v, address_in_cluster(sums_full, to));
+        }
+        continue;
+      }
       const unsigned token = 8 * j + 2 * (lane % 4) + index % 2, to = token % num;
       int slot = split * split_tokens(N, splits) + token / num;
       uint32_t at = received + (slot * kSumStride + row) * 4;
@@ -622,6 +716,23 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     cluster_sync_shared();
   } else {
     sync_threads(2, kConsumers + 32);  // with the helper warp
+  }
+  if constexpr (kAttends<E>) {
+    if (!part.has_drafts) attention.fetch_more();
+    if (part.token >= 0) {
+      barrier_wait(sums_full, 0);
+      if (warp < args.group + 2) {
+        finish_head<CacheOf<E>>(args, part, received, warp, lane, inverse_rms[part.token], rows, operands[0],
+                                cache_offsets[part.token], head_memory);
+      }
+      sync_threads(1, kConsumers);
+    }
+    if (part.has_drafts) {
+      cluster_sync_global();
+      attention.fetch_more();
+    }
+    if (part.token >= 0) attention.attend();
+    return;
   }
   if (kIsNarrow<N> && is_cluster) barrier_wait(sums_full, 0);
 

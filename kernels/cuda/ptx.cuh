@@ -157,6 +157,14 @@ __device__ __forceinline__ void cluster_sync_shared() {
   cluster_wait();
 #endif
 }
+// Waits for all blocks of the cluster. Each then sees what the others wrote to global memory before, also through the
+// copy engine.
+__device__ __forceinline__ void cluster_sync_global() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  cluster_wait();
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
 // Arrives once the loaded `value` is available: the waiting block may then exit, and its shared memory is gone.
 __device__ __forceinline__ void cluster_arrive_having(float value) {
   asm volatile(

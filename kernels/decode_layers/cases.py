@@ -140,6 +140,8 @@ def fp8_cache_cases() -> list[Case]:
         "group-4-ring-wraps",
         "experts-padding",
         "batch-16-fp8-block",
+        "drafts-of-one-request",
+        "qwen3-0.6b-layer-fp8-block",
     )
     found = [*(cases[name] for name in names), cases["batch-30-int4-128"]]
     # Tiles of 32 tokens in clusters of blocks, and with the short rings of more than 528 pairs of request and KV head.

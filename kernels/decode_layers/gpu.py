@@ -3,8 +3,9 @@
 Matrices may be quantised, all to FP8 or all to 4 bits. They stay so until they are in registers. In steps of
 `WIDE_TOKENS`, cuBLASLt multiplies FP8 weights by activations rounded to FP8 instead; see ../cuda/wide_step.cuh.
 
-One XLA call launches five kernels per layer, or seven on a mesh. Each kernel lets the next one start early and fetch
-its weights while it waits (programmatic dependent launch), so that memory stays busy between kernels.
+One XLA call launches five kernels per layer, four for up to 8 tokens of a small model, or seven on a mesh. Each kernel
+lets the next one start early and fetch its weights while it waits (programmatic dependent launch), so that memory stays
+busy between kernels.
 """
 
 import dataclasses

@@ -393,6 +393,7 @@ inline void cluster_sync() {
   cluster_wait();
 }
 inline void cluster_sync_shared() { cluster_sync(); }
+inline void cluster_sync_global() { cluster_sync(); }
 inline void cluster_arrive_having(float) { cluster_arrive(); }
 inline float4 load_cluster_float4(uint32_t address) {
   float4 v;
