@@ -32,17 +32,76 @@ struct FewChoices {
   int active[kMaxExperts];
   int chosen[kMostFewChoices];  // [T, k]
   int num_active;
+  alignas(16) uint32_t keys[kMostRouted];  // of a single token's scores
 
   __device__ __forceinline__ int place(int expert, int token) const {
     return first[expert] + __popc(tokens[expert] & ((1u << token) - 1));
   }
 };
 
+// Chooses a single token's experts by its scores, with all threads: calls `store` with the rank of each and the expert.
+// `keys` order as the scores do; 0: no expert. A rank is how many come before, of which two neighboring lanes each
+// count those among half of the experts. No weights are fetched before it ends. A kernel's code is not in the
+// instruction caches when it starts: unrolled, the loop over groups took twice as long.
+template <class Store>
+__device__ __forceinline__ void choose_one(uint32_t (&keys)[kMostRouted], const RowsArgs& args, Store store) {
+  constexpr int kEach = kMostRouted / kWarps, kTogether = 8;  // experts of a warp; loads in flight
+  static_assert(kEach == 16);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = kEach * warp + lane / 2, half = lane % 2;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int first = half; first < args.num_parts; first += 2 * kTogether) {
+    float parts[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int part = first + 2 * u;
+      parts[u] = part < args.num_parts ? __ldcg(args.scores + part * kMostRouted + expert) : 0.0f;
+    }
+#pragma unroll
+    for (int distance = kTogether / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int u = 0; u < distance; ++u) parts[u] += parts[u + distance];
+    }
+    sum += parts[0];
+  }
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  const bool is_real = expert < args.num_experts;
+  const uint32_t key = is_real ? max(order_of(sum), 1u) : 0u;
+  if (half == 0) keys[expert] = key;
+  __syncthreads();
+  // Among equal scores, the lower expert comes first.
+  const uint4* groups = reinterpret_cast<const uint4*>(keys);
+  uint32_t rank = 0;
+#pragma unroll 1
+  for (int group = half * (kWarps / 2); group < (half + 1) * (kWarps / 2); ++group) {
+    const int lower = expert - kEach * group;  // experts of the group that win if they are equal
+#pragma unroll
+    for (int j = 0; j < kEach / 4; ++j) {
+      const uint4 found = groups[group * (kEach / 4) + j];
+      const uint32_t others[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+      for (int u = 0; u < 4; ++u) rank += others[u] > key - (4 * j + u < lower);
+    }
+  }
+  rank += __shfl_xor_sync(0xffffffffu, rank, 1);
+  if (is_real && half == 0 && rank < static_cast<uint32_t>(args.num_chosen)) store(rank, expert);
+  __syncthreads();
+}
+
 // The scores of the token that a warp chooses for.
 struct FewScores {
   float each[kScoresEach];  // of experts kScoresEach * lane + i
   float chosen;             // of choice `lane`
 };
+
+// Returns them from the keys of `choose_one`; `expert` is choice `lane`.
+__device__ __forceinline__ FewScores scores_of(const uint32_t (&keys)[kMostRouted], int expert) {
+  FewScores scores;
+#pragma unroll
+  for (int i = 0; i < kScoresEach; ++i) scores.each[i] = value_of(keys[kScoresEach * (threadIdx.x % 32) + i]);
+  scores.chosen = value_of(keys[max(expert, 0)]);
+  return scores;
+}
 
 // Adds up the parts of a token's scores with one warp: those of experts 4 * lane to 4 * lane + 3.
 __device__ __forceinline__ float4 sum_scores(const RowsArgs& args, int token) {
@@ -72,9 +131,23 @@ __device__ __forceinline__ void clear(FewChoices& choices) {
 
 // Chooses or reads the choices, and computes the rest of what is cleared. All threads call it. No weights are fetched
 // before it ends, so it is short: a warp for each token, then one for all of the experts, and two barriers.
+template <class W>
 __device__ __forceinline__ FewScores arrange_few(FewChoices& choices, const RowsArgs& args, bool is_padding) {
   constexpr int kActive = 1 << 20;  // counted in the upper bits of the same sum
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if constexpr (!W::kIsQuantised) {  // else it has kernels of its own
+    if (args.num_tokens == 1 && args.scores != nullptr) {
+      const bool is_token = args.positions[0] >= 0;
+      if (threadIdx.x == 0) choices.num_active = is_token ? min(args.num_chosen, args.num_experts) : 0;
+      choose_one(choices.keys, args, [&](int rank, int expert) {  // its place is its rank
+        choices.chosen[rank] = is_token ? expert : -1;
+        choices.active[rank] = expert;
+        choices.first[expert] = rank;
+        choices.tokens[expert] = is_token;
+      });
+      return scores_of(choices.keys, lane < args.num_chosen ? choices.chosen[lane] : 0);
+    }
+  }
   FewScores scores = {};
   if (warp < args.num_tokens) {
     int* chosen = choices.chosen + warp * args.num_chosen;
@@ -331,7 +404,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Divisor by_blocks(gridDim.x), by_tiles(tiles);
   wait_for_previous_kernel();
   let_next_kernel_start();  // only now, since down reads the choices or scores before its wait
-  const FewScores scores = arrange_few(choices, args, is_padding);
+  const FewScores scores = arrange_few<W>(choices, args, is_padding);
 
   const int num_items = choices.num_active * tiles;
   const int first_item = by_blocks.divide(num_items * blockIdx.x);
@@ -475,7 +548,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   clear(choices);
   touch_parameters(args);
   // Before the wait: gate_up lets this kernel start when the choices or scores have been written.
-  arrange_few(choices, args, is_padding_token(args));
+  arrange_few<W>(choices, args, is_padding_token(args));
 
   const int blocks = (args.columns + W::kBlockColumns - 1) / W::kBlockColumns;
   const int units_each = (blocks + kBlocks - 1) / kBlocks, num_units = choices.num_active * units_each;

@@ -73,54 +73,6 @@ struct SingleChoices {
   int num_active;
 };
 
-// Chooses by scores, with all threads. An expert's rank is how many come before it, of which two neighboring lanes each
-// count those among half of the experts. No weights are fetched before it ends. A kernel's code is not in the
-// instruction caches when it starts: unrolled, the loop over groups took twice as long.
-__device__ __forceinline__ void choose_one(SingleChoices& choices, const RowsArgs& args, bool is_padding) {
-  constexpr int kEach = kMostRouted / kWarps, kTogether = 8;  // experts of a warp; loads in flight
-  static_assert(kEach == 16);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = kEach * warp + lane / 2, half = lane % 2;
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int first = half; first < args.num_parts; first += 2 * kTogether) {
-    float parts[kTogether];
-#pragma unroll
-    for (int u = 0; u < kTogether; ++u) {
-      const int part = first + 2 * u;
-      parts[u] = part < args.num_parts ? __ldcg(args.scores + part * kMostRouted + expert) : 0.0f;
-    }
-#pragma unroll
-    for (int distance = kTogether / 2; distance > 0; distance /= 2) {
-#pragma unroll
-      for (int u = 0; u < distance; ++u) parts[u] += parts[u + distance];
-    }
-    sum += parts[0];
-  }
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  const bool is_real = expert < args.num_experts;
-  const uint32_t key = is_real ? max(order_of(sum), 1u) : 0u;
-  if (half == 0) choices.keys[expert] = key;
-  __syncthreads();
-  // Among equal scores, the lower expert comes first.
-  const uint4* keys = reinterpret_cast<const uint4*>(choices.keys);
-  uint32_t rank = 0;
-#pragma unroll 1
-  for (int group = half * (kWarps / 2); group < (half + 1) * (kWarps / 2); ++group) {
-    const int lower = expert - kEach * group;  // experts of the group that win if they are equal
-#pragma unroll
-    for (int j = 0; j < kEach / 4; ++j) {
-      const uint4 found = keys[group * (kEach / 4) + j];
-      const uint32_t others[4] = {found.x, found.y, found.z, found.w};
-#pragma unroll
-      for (int u = 0; u < 4; ++u) rank += others[u] > key - (4 * j + u < lower);
-    }
-  }
-  rank += __shfl_xor_sync(0xffffffffu, rank, 1);
-  if (is_real && half == 0 && rank < static_cast<uint32_t>(args.num_chosen)) choices.active[rank] = expert;
-  if (threadIdx.x == 0) choices.num_active = is_padding ? 0 : min(args.num_chosen, args.num_experts);
-  __syncthreads();
-}
-
 // Returns the place of the given choice of the lane, -1 if there is none, and the choice. A warp calls it.
 __device__ __forceinline__ int given_place(const RowsArgs& args, int& expert) {
   const int lane = threadIdx.x % 32;
@@ -132,7 +84,10 @@ __device__ __forceinline__ int given_place(const RowsArgs& args, int& expert) {
 
 // Chooses or reads the choices. All threads call it.
 __device__ __forceinline__ void arrange_one(SingleChoices& choices, const RowsArgs& args, bool is_padding) {
-  if (args.scores != nullptr) return choose_one(choices, args, is_padding);
+  if (args.scores != nullptr) {
+    if (threadIdx.x == 0) choices.num_active = is_padding ? 0 : min(args.num_chosen, args.num_experts);
+    return choose_one(choices.keys, args, [&](int rank, int expert) { choices.active[rank] = expert; });
+  }
   if (threadIdx.x < 32) {
     int expert;
     const int place = given_place(args, expert);
@@ -153,11 +108,9 @@ __device__ __forceinline__ void store_shares(float (&shares)[32], const SingleCh
     if (place >= 0) shares[place] = __ldcg(args.shares + lane);
     return;
   }
-  float scores[kScoresEach];
-#pragma unroll
-  for (int i = 0; i < kScoresEach; ++i) scores[i] = value_of(choices.keys[kScoresEach * lane + i]);
-  const float chosen = lane < choices.num_active ? value_of(choices.keys[choices.active[lane]]) : 0.0f;
-  shares[lane] = share_of_choice(scores, chosen, inverse_rms, args.num_experts, args.num_chosen, args.is_normalized);
+  const FewScores scores = scores_of(choices.keys, lane < choices.num_active ? choices.active[lane] : 0);
+  shares[lane] =
+      share_of_choice(scores.each, scores.chosen, inverse_rms, args.num_experts, args.num_chosen, args.is_normalized);
 }
 
 // Puts 8 columns of a row of ordered activations (weight_formats.cuh) for each lane in their own order.

@@ -187,6 +187,9 @@ EXPERT_CASES = (
         name="experts-fp8-wide-one", lengths=(70,), embed=2048, kv_heads=4, group=8, num_experts=32, num_chosen=8,
         mlp=768, weights="fp8-block",
     ),
+    Case(
+        name="experts-wide-one", lengths=(70,), embed=2048, kv_heads=4, group=8, num_experts=32, num_chosen=8, mlp=192,
+    ),
     Case(name="experts-wide", lengths=(70, 0, 3, 9, 12), embed=4096, num_experts=6, mlp=96),
 )  # fmt: skip
 

@@ -156,7 +156,7 @@ class RouterPart(ctypes.Structure):
 
 @pytest.mark.parametrize(
     ("is_fp8", "tokens", "splits", "num_experts"),
-    [(False, 5, 4, 20), (True, 5, 1, 20), (True, 1, 3, 128), (False, 8, 8, 128)],
+    [(False, 5, 4, 20), (True, 5, 1, 20), (True, 1, 3, 128), (False, 1, 1, 128), (False, 8, 8, 128)],
 )
 def test_scores_and_the_kernels_that_choose_by_them(
     library: ctypes.CDLL, is_fp8: bool, tokens: int, splits: int, num_experts: int
