@@ -40,3 +40,15 @@ def compiled(
     options = ["-std=c++20", "-I", numbers, "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *flags]
     subprocess.run([COMPILER, *options, folder / program, "-o", library], check=True)
     return ctypes.CDLL(str(library))
+
+
+def compiled_projection(folder: Path, program: str) -> ctypes.CDLL:
+    """Builds a program of tests/kernels/emulated around projection.cuh, in an empty folder."""
+    sources = (
+        "weight_formats.cuh", "quantised.cuh", "split_product.cuh", "integer_product.cuh", "e4m3_cache.cuh", "p2p.cuh",
+        "expert_choices.cuh", "expert_parts.cuh", "router_part.cuh", "rounding.cuh", "context_parts.cuh",
+        "attention_tiles.cuh", "head_attention.cuh", "projection.cuh",
+    )  # fmt: skip
+    memory = "extern __shared__ __align__(1024) uint8_t ring[];"
+    replaced = [(memory, "uint8_t* const ring = of_block(ring_memory);")]
+    return compiled(folder, "emulated", program, *sources, replaced=replaced)

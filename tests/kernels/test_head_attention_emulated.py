@@ -37,15 +37,7 @@ class Problem(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    sources = (
-        "weight_formats.cuh", "quantised.cuh", "split_product.cuh", "integer_product.cuh", "e4m3_cache.cuh", "p2p.cuh",
-        "expert_choices.cuh", "expert_parts.cuh", "router_part.cuh", "rounding.cuh", "context_parts.cuh",
-        "attention_tiles.cuh", "head_attention.cuh", "projection.cuh",
-    )  # fmt: skip
-    memory = "extern __shared__ __align__(1024) uint8_t ring[];"
-    replaced = [(memory, "uint8_t* const ring = of_block(ring_memory);")]
-    folder = tmp_path_factory.mktemp("emulated")
-    return on_host.compiled(folder, "emulated", "head_attention.cpp", *sources, replaced=replaced)
+    return on_host.compiled_projection(tmp_path_factory.mktemp("emulated"), "head_attention.cpp")
 
 
 # Lengths of the contexts with the tokens of the step, by row; 0: padding. A draft's row is negative: it belongs to the

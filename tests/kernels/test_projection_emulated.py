@@ -34,15 +34,7 @@ class Problem(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    sources = (
-        "weight_formats.cuh", "quantised.cuh", "split_product.cuh", "integer_product.cuh", "e4m3_cache.cuh", "p2p.cuh",
-        "expert_choices.cuh", "expert_parts.cuh", "router_part.cuh", "rounding.cuh", "context_parts.cuh",
-        "attention_tiles.cuh", "head_attention.cuh", "projection.cuh",
-    )  # fmt: skip
-    memory = "extern __shared__ __align__(1024) uint8_t ring[];"
-    replaced = [(memory, "uint8_t* const ring = of_block(ring_memory);")]
-    folder = tmp_path_factory.mktemp("emulated")
-    return on_host.compiled(folder, "emulated", "projection.cpp", *sources, replaced=replaced)
+    return on_host.compiled_projection(tmp_path_factory.mktemp("emulated"), "projection.cpp")
 
 
 def inputs(is_fp8: bool, batch: int, columns: int, rows: int) -> tuple[np.ndarray, np.ndarray, dict, np.ndarray]:

@@ -1,14 +1,6 @@
 // Runs the QKV projection whose clusters attend (projection.cuh, head_attention.cuh) on the host, one cluster after
 // another.
-#include "ptx.cuh"
-
-namespace meshserve {
-inline uint8_t* ring_memory = nullptr;  // takes the place of the kernel's shared memory, a part for each block
-}
-
-#include "projection.cuh"
-
-#include <vector>
+#include "projection_operands.cuh"
 
 using namespace meshserve;
 
@@ -32,40 +24,11 @@ struct Problem {
   bf16* attended;  // [batch, K, G, H], in the form for the output projection
 };
 
-template <class W>
-std::vector<bf16> activations_of(const Problem& problem) {
-  const int columns = problem.columns;
-  std::vector<bf16> result(activation_bytes(problem.batch, columns) / 2 + 64, bf16{0xFFFF});
-  uint8_t* exponents = exponents_of(result.data(), problem.batch, columns);
-  Block state(kThreads);
-  CudaThreads threads(threadIdx, blockIdx, block);
-  for (unsigned t = 0; t < kThreads; ++t) {
-    threads.emplace_back([&, t] {
-      threadIdx = {t};
-      block = &state;
-      for (int token = 0; token < problem.batch; ++token) {
-        const size_t row = static_cast<size_t>(token) * columns;
-        for (int column = 4 * t; column < columns; column += 4 * kThreads) {
-          const float* v = problem.x + row + column;
-          store_activations<W>(result.data() + row, exponents + row / kExponentColumns, column,
-                               float4{v[0], v[1], v[2], v[3]});
-        }
-      }
-    });
-  }
-  return result;
-}
-
 template <Epilogue E, class W>
 void run(const Problem& problem) {
-  const std::vector<bf16> input = activations_of<W>(problem);
-  const int row_bytes = problem.columns * 128 / W::kBlockColumns;
-  const int rows = 2 * problem.kv_heads * (problem.group + 2) * kHeadDim, element_bytes = W::kIsQuantised ? 1 : 2;
-  CUtensorMap weights = {static_cast<const uint8_t*>(problem.weights), {}, {}, element_bytes};
-  const int weight_sizes[3] = {row_bytes / element_bytes, rows, 1}, tile_sizes[3] = {kBlockK, rows, row_bytes / 128};
-  std::copy_n(W::kIsQuantised ? weight_sizes : tile_sizes, 3, weights.sizes);
-  const int box[3] = {128 / element_bytes, 64, 1};
-  std::copy_n(box, 3, weights.box);
+  const std::vector<bf16> input = activations_of<W>(problem.x, problem.batch, problem.columns);
+  const int rows = 2 * problem.kv_heads * (problem.group + 2) * kHeadDim;
+  const CUtensorMap weights = map_of_weights<W>(problem.weights, rows, problem.columns);
   const CUtensorMap unused = {};
   ArgsOf<E, W> args = {};
   args.batch = problem.batch;

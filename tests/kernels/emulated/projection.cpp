@@ -1,13 +1,5 @@
 // Runs projections of 32 or 64 tokens at a time (projection.cuh) on the host, one cluster of blocks after another.
-#include "ptx.cuh"
-
-namespace meshserve {
-inline uint8_t* ring_memory = nullptr;  // takes the place of the kernel's shared memory, a part for each block
-}
-
-#include "projection.cuh"
-
-#include <vector>
+#include "projection_operands.cuh"
 
 using namespace meshserve;
 
@@ -35,42 +27,12 @@ struct Problem {
   float* sums_out;
 };
 
-// Converts x to the activations that a format takes.
-template <class W>
-std::vector<bf16> activations_of(const Problem& problem) {
-  const int columns = problem.columns;
-  std::vector<bf16> result(activation_bytes(problem.batch, columns) / 2 + 64, bf16{0xFFFF});
-  uint8_t* exponents = exponents_of(result.data(), problem.batch, columns);
-  Block state(kThreads);
-  CudaThreads threads(threadIdx, blockIdx, block);
-  for (unsigned t = 0; t < kThreads; ++t) {
-    threads.emplace_back([&, t] {
-      threadIdx = {t};
-      block = &state;
-      for (int token = 0; token < problem.batch; ++token) {
-        const size_t row = static_cast<size_t>(token) * columns;
-        for (int column = 4 * t; column < columns; column += 4 * kThreads) {
-          const float* v = problem.x + row + column;
-          store_activations<W>(result.data() + row, exponents + row / kExponentColumns, column,
-                               float4{v[0], v[1], v[2], v[3]});
-        }
-      }
-    });
-  }
-  return result;
-}
-
 template <Epilogue E, class W>
 void run(const Problem& problem) {
   constexpr int N = W::kMost;
-  const std::vector<bf16> input = activations_of<Taken<W>>(problem);
-  const int row_bytes = problem.columns * 128 / W::kBlockColumns, rows = 2 * problem.tiles * kTileRows;
-  const int element_bytes = W::kIsQuantised ? 1 : 2;
-  CUtensorMap weights = {static_cast<const uint8_t*>(problem.weights), {}, {}, element_bytes};
-  const int weight_sizes[3] = {row_bytes / element_bytes, rows, 1}, tile_sizes[3] = {kBlockK, rows, row_bytes / 128};
-  std::copy_n(W::kIsQuantised ? weight_sizes : tile_sizes, 3, weights.sizes);
-  const int box[3] = {128 / element_bytes, 64, 1};
-  std::copy_n(box, 3, weights.box);
+  const std::vector<bf16> input = activations_of<Taken<W>>(problem.x, problem.batch, problem.columns);
+  const int rows = 2 * problem.tiles * kTileRows;
+  const CUtensorMap weights = map_of_weights<W>(problem.weights, rows, problem.columns);
   const CUtensorMap tokens = {reinterpret_cast<const uint8_t*>(input.data()),
                               {kBlockK, problem.batch, problem.columns / kBlockK},
                               {kBlockK, N, W::kBlockColumns / kBlockK},
