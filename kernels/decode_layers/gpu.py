@@ -119,6 +119,17 @@ def _call(name: str, matrix: Matrix, *arguments: Any, **attributes: Any) -> Any:
     return jax.ffi.ffi_call(f"meshserve_{name}{suffix}", *arguments, **attributes)
 
 
+def _stack_attributes(settings: "LayerSettings", layers: range, launch: LaunchShape) -> dict[str, Any]:
+    """Returns the attributes that every call of several layers takes."""
+    return {
+        "first_layer": np.int32(layers.start),
+        "num_layers": np.int32(len(layers)),
+        "epsilon": np.float32(settings.epsilon),
+        "scale": np.float32(settings.softmax_scale),
+        "tuning": launch.attribute(),
+    }
+
+
 def _parts(*weights: Matrix) -> tuple[jax.Array, ...]:
     """Returns the operands for weights. A quantised matrix is three: without zero points, its scales come twice."""
     parts: list[jax.Array] = []
@@ -183,13 +194,9 @@ def decode_layers(
         batch.page_table,
         operands.beside_tokens(batch.positions),
         inverse_frequencies,
-        first_layer=np.int32(layers.start),
-        num_layers=np.int32(len(layers)),
-        epsilon=np.float32(settings.epsilon),
-        scale=np.float32(settings.softmax_scale),
         rotary_scale=np.float32(settings.rotary_scale),
         ordinals=p2p_gpu.attribute(settings.p2p),
-        tuning=launch.attribute(),
+        **_stack_attributes(settings, layers, launch),
     )
     return x, cache, None
 
@@ -249,13 +256,9 @@ def _wide_layers(
         operands.beside_tokens(positions),
         jnp.cos(angles) * settings.rotary_scale,
         jnp.sin(angles) * settings.rotary_scale,
-        first_layer=np.int32(layers.start),
-        num_layers=np.int32(len(layers)),
-        epsilon=np.float32(settings.epsilon),
-        scale=np.float32(settings.softmax_scale),
         is_spread=np.array([algorithm.is_spread for algorithm in algorithms], np.int32),
         candidates=np.array([algorithm.candidate for algorithm in algorithms], np.int32),
-        tuning=launch.attribute(),
+        **_stack_attributes(settings, layers, launch),
     )
     return x[:num_tokens], cache
 
@@ -311,12 +314,8 @@ def prompt_layers(
         inverse_frequencies,
         parts,
         batch.page_table,
-        first_layer=np.int32(layers.start),
-        num_layers=np.int32(len(layers)),
-        epsilon=np.float32(settings.epsilon),
-        scale=np.float32(settings.softmax_scale),
         rotary_scale=np.float32(settings.rotary_scale),
-        tuning=launch.attribute(),
+        **_stack_attributes(settings, layers, launch),
     )
     return x, cache
 
@@ -356,15 +355,11 @@ def _expert_layers(
         batch.page_table,
         operands.beside_tokens(batch.positions),
         inverse_frequencies,
-        first_layer=np.int32(layers.start),
-        num_layers=np.int32(len(layers)),
         num_chosen=np.int32(settings.num_chosen),
         most_few_tokens=np.int32(experts_gpu.FEW_TOKENS),
         is_normalized=np.int32(settings.is_normalized),
-        epsilon=np.float32(settings.epsilon),
-        scale=np.float32(settings.softmax_scale),
         rotary_scale=np.float32(settings.rotary_scale),
-        tuning=launch.attribute(),
+        **_stack_attributes(settings, layers, launch),
     )
     return x, cache, chosen
 
