@@ -230,8 +230,7 @@ def _load_head(kind: HeadKind, files: ModelFiles, served: PlacedServer, params: 
         raise ConfigError("--draft-model: a trained head does not divide pages among devices yet. Set --cp 1.")
     config = kind.config(read_json(files.small / "config.json"), served.model)
     needs_head = bool(kind.shared(config, jnp.zeros(0)))
-    head = "embedding" if served.model.is_tied else "head"
-    if needs_head and head == "head" and served.model.head_quantisation is not None:
+    if needs_head and not served.model.is_tied and served.model.head_quantisation is not None:
         raise ConfigError(
             "--draft-model: this drafter uses the served model's output head, which is quantised. Omit --fp8-head."
         )
@@ -242,7 +241,7 @@ def _load_head(kind: HeadKind, files: ModelFiles, served: PlacedServer, params: 
         )
     tables = {"embedding": params["embedding"].get_value()}
     if needs_head:
-        tables["head"] = params[head].get_value()
+        tables["head"] = params["embedding" if served.model.is_tied else "head"].get_value()
     structure, head_params = load_head(kind, files.weights, config, served.mesh, served.dtype, tables)
     layout = head_layout(config, served.mesh.size)
     return LoadedHead(
