@@ -35,6 +35,7 @@ from .comparison import add_engine_options, engines_from, heading, run
 
 _WARM_UP_SEED = 1_000_000  # seeds from here on are never timed
 _PREFILL_SEED = 2_000_000
+_SEEDS_OF_A_WORKLOAD = 10_000_000
 _DEMO_TOKEN_ID = 99  # within the vocabulary of the demo model
 
 
@@ -89,7 +90,8 @@ _MORE_IS_BETTER = (TOKENS_PER_SECOND, KV_TOKENS)
 
 def _alike(num_requests: int, num_in: int, num_out: int, max_id: int = MAX_TOKEN_ID, **rest: Any) -> Workload:
     def draw(seed: int) -> list[Work]:
-        return fixed(seed, num_requests, num_in, num_out, max_id)
+        # With one seed for both, a larger workload would begin with the prompts of a smaller one, cached by then.
+        return fixed(_SEEDS_OF_A_WORKLOAD * num_requests + seed, num_requests, num_in, num_out, max_id)
 
     title = f"{num_requests} x {num_in:,} in, {num_out} out"
     return Workload(title=title, draw=draw, warm_up=draw, **rest)

@@ -1,5 +1,6 @@
 """Tests the comparison with vLLM: its draws, its figures, its table, and a run with a real server."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -28,6 +29,13 @@ def test_no_prompt_repeats_and_the_published_draw_runs_last():
         assert [batch.is_timed for batch in batches].count(False) == workload.num_warmups
     assert NANO_VLLM.batches()[-1].works == NANO_VLLM.draw(0)
     assert sum(work.max_tokens for work in NANO_VLLM.draw(0)) == 133_966
+
+
+def test_no_prompt_of_a_workload_begins_as_one_of_another():
+    workloads = [dataclasses.replace(workload, num_runs=1) for workload in WORKLOADS["qwen3-8b"].values()]
+    batches = [batch for workload in workloads for batch in workload.batches()]
+    begins = [tuple(work.prompt_token_ids[:16]) for batch in batches if len(batch.works) > 1 for work in batch.works]
+    assert len(set(begins)) == len(begins)
 
 
 def test_figures_by_hand():
