@@ -40,7 +40,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
         return _Status(status=self._status(request.service))
 
-    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+    async def List(self, request: Any, context: Any) -> Any:  # its messages came with grpcio-health-checking 1.85
         statuses = {service: _Status(status=self._status(service)) for service in self._services}
         return health_pb2.HealthListResponse(statuses=statuses)
 

@@ -1,6 +1,7 @@
 """Watchers of the health who do not read keep nobody waiting."""
 
 import contextlib
+import runpy
 from collections.abc import Iterator
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.runtime.server.method_permissions import SERVICE_NAME
+from meshserve.runtime.telemetry import health_service
 from meshserve.runtime.telemetry.health_service import _MAX_WATCHES
 from tests.hostile.connections import UNREAD_HEALTH
 from tests.runtime.loopback import Running, running
@@ -50,3 +52,9 @@ def test_a_connection_has_so_many_watchers(server: Running):
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert next(other.Watch(request)).status == Status.SERVING
         assert stub.Check(request).status == Status.SERVING
+
+
+def test_loads_with_a_release_of_the_protocol_without_list(monkeypatch: pytest.MonkeyPatch):
+    for name in ("HealthListRequest", "HealthListResponse"):  # 1.85 brought them
+        monkeypatch.delattr(health_pb2, name, raising=False)
+    assert "HealthService" in runpy.run_path(health_service.__file__)
