@@ -22,6 +22,7 @@ constexpr int kCompute32F = 68, kTransposed = 1;
 enum DescAttribute { kTransposeA = 3, kScalePointerA = 17, kScalePointerB = 18, kScaleModeA = 31, kScaleModeB = 32 };
 enum ScaleMode : int { kPerRow = 3, kPer128 = 4, kPerBlock = 5 };  // OUTER_VEC_32F, VEC128_32F, BLK128x128_32F
 constexpr int kMaxWorkspaceBytes = 1;                              // of the preferences
+enum ConfigAttribute { kAlgorithmId = 0, kTile = 1, kStages = 6, kCluster = 8 };
 
 using Handle = void*;
 struct Algorithm {
@@ -46,6 +47,10 @@ struct Library {
   int (*create_preference)(void**);
   int (*set_preference)(void*, int, const void*, size_t);
   int (*candidates)(Handle, void*, void*, void*, void*, void*, void*, int, Candidate*, int*);
+  int (*create_algorithm)(Handle, int, int, int, int, int, int, int, Algorithm*);
+  int (*configuration)(const Algorithm*, int, void*, size_t, size_t*);
+  int (*configure)(Algorithm*, int, const void*, size_t);
+  int (*check)(Handle, void*, void*, void*, void*, void*, const Algorithm*, Candidate*);
   int (*multiply)(Handle, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*,
                   void*, void*, const Algorithm*, void*, size_t, cudaStream_t);
 };
@@ -56,7 +61,10 @@ struct Product {
   int64_t tokens, rows, columns;
   ScaleMode weight_mode;
   cudaDataType_t out_type;
-  int candidate;  // which of cuBLASLt's algorithms, best first by its estimate
+  // Which of cuBLASLt's algorithms, best first by its estimate. Or one that it does not propose, if it takes it: 256 *
+  // a value of cublasLtMatmulTile_t + one of cublasLtClusterShape_t, which is below 256.
+  int candidate;
+  int tile() const { return candidate / 256; }
 
   auto key(int device) const {
     return std::make_tuple(device, tokens, rows, columns, static_cast<int>(weight_mode), static_cast<int>(out_type),
@@ -84,16 +92,19 @@ class Plans {
     void* opened = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (opened == nullptr) return std::string("cuBLASLt cannot be opened: ") + dlerror();
     Library found = {};
-    const bool is_complete = find(opened, "cublasLtGetVersion", found.version) &&
-                             find(opened, "cublasLtCreate", found.create) &&
-                             find(opened, "cublasLtGetStatusString", found.status_text) &&
-                             find(opened, "cublasLtMatmulDescCreate", found.create_product) &&
-                             find(opened, "cublasLtMatmulDescSetAttribute", found.set_product) &&
-                             find(opened, "cublasLtMatrixLayoutCreate", found.create_layout) &&
-                             find(opened, "cublasLtMatmulPreferenceCreate", found.create_preference) &&
-                             find(opened, "cublasLtMatmulPreferenceSetAttribute", found.set_preference) &&
-                             find(opened, "cublasLtMatmulAlgoGetHeuristic", found.candidates) &&
-                             find(opened, "cublasLtMatmul", found.multiply);
+    const bool is_complete =
+        find(opened, "cublasLtGetVersion", found.version) && find(opened, "cublasLtCreate", found.create) &&
+        find(opened, "cublasLtGetStatusString", found.status_text) &&
+        find(opened, "cublasLtMatmulDescCreate", found.create_product) &&
+        find(opened, "cublasLtMatmulDescSetAttribute", found.set_product) &&
+        find(opened, "cublasLtMatrixLayoutCreate", found.create_layout) &&
+        find(opened, "cublasLtMatmulPreferenceCreate", found.create_preference) &&
+        find(opened, "cublasLtMatmulPreferenceSetAttribute", found.set_preference) &&
+        find(opened, "cublasLtMatmulAlgoGetHeuristic", found.candidates) &&
+        find(opened, "cublasLtMatmulAlgoInit", found.create_algorithm) &&
+        find(opened, "cublasLtMatmulAlgoConfigGetAttribute", found.configuration) &&
+        find(opened, "cublasLtMatmulAlgoConfigSetAttribute", found.configure) &&
+        find(opened, "cublasLtMatmulAlgoCheck", found.check) && find(opened, "cublasLtMatmul", found.multiply);
     if (!is_complete) return std::string(path) + " lacks functions of cuBLASLt";
     if (found.version() < kMinVersion) {
       return "cuBLASLt is version " + std::to_string(found.version()) + "; FP8 products with block scales need " +
@@ -139,10 +150,11 @@ class Plans {
                             std::to_string(product.rows) + " rows and " + std::to_string(product.columns) + " columns",
                         failure);
       }
+      if (product.tile() != 0) shape(handle->second, plan, product);
     }
     const float one = 1.0f, share = operands.residual != nullptr ? 1.0f : 0.0f;
     const void* residual = operands.residual != nullptr ? operands.residual : operands.out;
-    const size_t index = std::min<size_t>(product.candidate, plan.candidates.size() - 1);
+    const size_t index = product.tile() != 0 ? 0 : std::min<size_t>(product.candidate, plan.candidates.size() - 1);
     const int failure =
         library_.multiply(handle->second, plan.product, &one, operands.weights, plan.weights, operands.x, plan.x,
                           &share, residual, plan.out, operands.out, plan.out, &plan.candidates[index].algorithm,
@@ -183,6 +195,29 @@ class Plans {
     then(library_.create_preference(&plan.preference));
     then(library_.set_preference(plan.preference, kMaxWorkspaceBytes, &workspace_bytes, sizeof(workspace_bytes)));
     return failure;
+  }
+
+  // Gives the first candidate the tile and the cluster of a product, without ranges of columns, if cuBLASLt takes them.
+  void shape(Handle handle, Plan& plan, const Product& p) const {
+    const uint32_t tile = p.tile();
+    const uint16_t cluster = p.candidate % 256;
+    const Algorithm& first = plan.candidates[0].algorithm;
+    Algorithm shaped = {};
+    Candidate found = {};
+    int id = 0, status = 0;
+    uint32_t stages = 0;
+    size_t written = 0;
+    const auto then = [&](int next) { status = status != 0 ? status : next; };
+    then(library_.configuration(&first, kAlgorithmId, &id, sizeof(id), &written));
+    then(library_.configuration(&first, kStages, &stages, sizeof(stages), &written));
+    then(library_.create_algorithm(handle, kCompute32F, CUDA_R_32F, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, p.out_type,
+                                   p.out_type, id, &shaped));
+    then(library_.configure(&shaped, kTile, &tile, sizeof(tile)));
+    then(library_.configure(&shaped, kStages, &stages, sizeof(stages)));
+    then(library_.configure(&shaped, kCluster, &cluster, sizeof(cluster)));
+    if (status != 0) return;
+    status = library_.check(handle, plan.product, plan.weights, plan.x, plan.out, plan.out, &shaped, &found);
+    if (status == 0 && found.workspace_bytes <= kWorkspaceBytes) plan.candidates[0].algorithm = shaped;
   }
 
   std::mutex mutex_;

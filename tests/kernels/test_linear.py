@@ -146,3 +146,25 @@ def test_output_heads_of_every_shard_are_taken() -> None:
     assert gpu.unsupported_head_reason(odd, jnp.dtype("bfloat16")) == (
         "1000 rows and 4096 columns on a device; multiples of 16 and 64 are needed"
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "num_tokens", "tile"),
+    [
+        (6144, 4096, 128, 18),  # of an 8B: QKV
+        (4096, 4096, 128, 15),
+        (4096, 12_288, 192, 18),
+        (24_576, 4096, 128, None),
+        (6144, 4096, 192, None),
+        (5120, 5120, 128, 18),  # of a 14B
+        (2560, 9728, 192, 15),  # of a 4B
+        (4096, 4096, 96, None),
+    ],
+)
+def test_few_tokens_take_the_tile_that_fills_the_gpu(
+    rows: int, columns: int, num_tokens: int, tile: int | None
+) -> None:
+    scale = jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.float32)
+    algorithm = gpu.algorithm_for(QuantisedMatrix(jax.ShapeDtypeStruct((rows, columns), FP8), scale), num_tokens)
+    assert (algorithm.candidate // 256 or None) == tile
+    assert not (tile and algorithm.is_spread)
