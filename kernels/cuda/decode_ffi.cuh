@@ -7,9 +7,16 @@
 namespace meshserve {
 namespace {
 
+// Returns whether FP8 weights are multiplied by activations of one e4m3 number each, if those may be rounded.
+inline bool has_single_numbers(const Shapes& shapes) {
+  const bool is_between = SingleFp8Weights::kFewest / 2 < shapes.batch && shapes.batch <= SingleFp8Weights::kMost;
+  return is_between && shapes.head_dim == 128 && shapes.mlp % 128 == 0;
+}
+
 // Calls `run` with a step that multiplies weights like `data`. Activations take the form that is fastest for its batch.
 template <class W, class Run>
-auto with_step(const In& data, const Shapes& shapes, const Tuning& tuning, cudaStream_t stream, Run run) {
+auto with_step(const In& data, const Shapes& shapes, const Tuning& tuning, cudaStream_t stream, Run run,
+               bool may_round = false) {
   if constexpr (!W::kIsQuantised) {
     return run(StepOf<W>(shapes, tuning, stream));
   } else {
@@ -18,6 +25,7 @@ auto with_step(const In& data, const Shapes& shapes, const Tuning& tuning, cudaS
       if (width <= IntegerInt4Weights::kMost) return run(StepOf<IntegerInt4Weights>(shapes, tuning, stream));
       return run(StepOf<Int4Weights>(shapes, tuning, stream));
     }
+    if (may_round && has_single_numbers(shapes)) return run(StepOf<SingleFp8Weights>(shapes, tuning, stream));
     if (width <= SplitFp8Weights::kMost) return run(StepOf<SplitFp8Weights>(shapes, tuning, stream));
     return run(StepOf<Fp8Weights>(shapes, tuning, stream));
   }
@@ -28,7 +36,7 @@ auto with_step(const In& data, const Shapes& shapes, const Tuning& tuning, cudaS
 template <class W>
 ffi::Error decode_layers(cudaStream_t stream, ffi::RemainingArgs all, Out x_out, Out cache_out, Out scratch,
                          int32_t first_layer, int32_t num_layers, float epsilon, float scale, float rotary_scale,
-                         Ints ordinals, Ints tuning) {
+                         int32_t may_round, Ints ordinals, Ints tuning) {
   Operands<W> operands(all);
   ffi::Error error = operands.check(9, 4);
   if (error.failure()) return error;
@@ -64,7 +72,7 @@ ffi::Error decode_layers(cudaStream_t stream, ffi::RemainingArgs all, Out x_out,
   const auto run_part = [&](int part, cudaStream_t on) {
     const int first = part * part_tokens;
     shapes.batch = std::min(part_tokens, num_tokens - first);
-    with_step<W>(qkv.data, shapes, tuned, on, [&](auto step) {
+    const auto run = [&](auto step) {
       step.weights = {data<bf16>(input_norm), qkv.matrix,     data<bf16>(q_norm), data<bf16>(k_norm), o.matrix,
                       data<bf16>(post_norm),  gate_up.matrix, down.matrix};
       step.cache = {data<void>(cache_out), is_fp8(cache),
@@ -80,7 +88,8 @@ ffi::Error decode_layers(cudaStream_t stream, ffi::RemainingArgs all, Out x_out,
       const size_t row = static_cast<size_t>(first) * shapes.embed;
       step.layers(data<bf16>(x) + row, data<bf16>(x_out) + row, first_layer, num_layers, is_mesh ? &p2p : nullptr);
       if (problem.empty()) problem = step.error();
-    });
+    };
+    with_step<W>(qkv.data, shapes, tuned, on, run, may_round != 0);
   };
   cudaError_t status = cudaSuccess;
   if (num_parts == 1) {
@@ -207,7 +216,8 @@ inline auto decode_layers_binding() {
       .Attr<float>("epsilon")
       .Attr<float>("scale")
       .Attr<float>("rotary_scale")
-      .Attr<Ints>("ordinals")  // CUDA devices of the mesh by rank; one: no mesh
+      .Attr<int32_t>("may_round")  // activations to 8 bits, for FP8 weights
+      .Attr<Ints>("ordinals")      // CUDA devices of the mesh by rank; one: no mesh
       .Attr<Ints>("tuning");
 }
 

@@ -276,7 +276,7 @@ class StepOf {
     args.stages = std::max(args.stages, cache.is_fp8 ? least_stages<Fp8Cache> : least_stages<Bf16Cache>);
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
     using A = Taken<W>;
-    constexpr int kHalf = std::is_same_v<A, RoundedFp8Weights> ? 128 : 64;  // a result is not rounded for smaller heads
+    constexpr int kHalf = kIsSingle<A> || std::is_same_v<A, RoundedFp8Weights> ? 128 : 64;  // others are not rounded
     auto kernel = h == 128 ? attention_kernel<128, A> : attention_kernel<kHalf, A>;
     if (cache.is_fp8) kernel = h == 128 ? attention_kernel<128, A, Fp8Cache> : attention_kernel<kHalf, A, Fp8Cache>;
     if (has_long_tiles()) kernel = attention_kernel<128, A, LongFp8Cache>;
@@ -474,8 +474,8 @@ class StepOf {
       const bool is_evener = evenness(2 * blocks()) > evenness(blocks()) + 0.1;
       if (halved_range() >= 40 || (halved_range() >= short_range && is_evener)) splits *= 2;
     }
-    // With several waves, the last one ends sooner if blocks are short.
-    if (tokens == 32 && blocks() >= kPlaces && halved_range() >= 16) splits *= 2;
+    // With several waves, the last one ends sooner if blocks are short. Blocks of 8-bit weights already are.
+    if (tokens == 32 && blocks() >= kPlaces && halved_range() >= (W::kIsSplit ? 24 : 16)) splits *= 2;
     return splits;
   }
 
@@ -505,7 +505,7 @@ class StepOf {
     const int split_blocks = (args.k_blocks + splits - 1) / splits;
     const int resident_bytes = split_blocks * kInputTiles * N * kBlockK * 2;
     const bool is_resident = kIsNarrow<N> && resident_bytes <= kMaxResidentBytes;
-    const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : kInputTiles * N * kBlockK * 2);
+    const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : kTilesPerBlock<W> * N * kBlockK * 2);
     const int kilobytes = kAttends<E> ? kMaxSharedBytes / 1024 : tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112;
     int blocks = splits, sum_bytes = kIsNarrow<N> ? splits * split_tokens(N, splits) * kSumStride * 4 : 0;
     if constexpr (kAttends<E>) {
@@ -560,7 +560,8 @@ class StepOf {
     CUtensorMap weights_map, input_map;
     size_t all_rows = static_cast<size_t>(shapes_.layers) * rows;
     if (!map_weights(&weights_map, matrix, all_rows, columns, args.blocks_per_stage) ||
-        !map_matrix(&input_map, input, shapes_.batch, columns, N, args.blocks_per_stage * kInputTiles)) {
+        !map_matrix(&input_map, input, shapes_.batch, columns, N, args.blocks_per_stage * kTilesPerBlock<W>,
+                    kIsSingle<W> ? 2 : 1)) {
       return;
     }
     dim3 grid(blocks, groups, tiles);
@@ -580,9 +581,10 @@ class StepOf {
   }
 
   // Maps a row-major [rows, columns] matrix as [columns / 64, rows, 64], fetched in boxes of [blocks, tile_rows, 64].
-  bool map_matrix(CUtensorMap* map, const bf16* matrix, size_t rows, int columns, int tile_rows, int blocks) {
-    cuuint64_t sizes[3] = {kBlockK, rows, static_cast<cuuint64_t>(columns / kBlockK)};
-    cuuint64_t strides[2] = {static_cast<cuuint64_t>(columns) * 2, kBlockK * 2};
+  bool map_matrix(CUtensorMap* map, const bf16* matrix, size_t rows, int columns, int tile_rows, int blocks,
+                  int step = 1) {
+    cuuint64_t sizes[3] = {kBlockK, rows, static_cast<cuuint64_t>(columns / kBlockK / step)};
+    cuuint64_t strides[2] = {static_cast<cuuint64_t>(columns) * 2, static_cast<cuuint64_t>(kBlockK * 2 * step)};
     cuuint32_t box[3] = {kBlockK, static_cast<cuuint32_t>(tile_rows), static_cast<cuuint32_t>(blocks)};
     return encode(map, matrix, sizes, strides, box);
   }

@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
                       const __grid_constant__ ArgsOf<E, W> args) {
   constexpr int kInputTiles = W::kBlockColumns / kBlockK;  // per block of k
-  constexpr int kInputBytes = kInputTiles * N * kBlockK * 2;
+  constexpr int kInputBytes = kTilesPerBlock<W> * N * kBlockK * 2;
   constexpr int kChains = kIsNarrow<N> && !W::kIsQuantised ? 2 : 1;  // wgmma chains that hide each other's latency
   constexpr int kTogether = N < 64 || W::kIsQuantised ? 1 : 2;  // tokens per warp whose loads are in flight together
   constexpr int kPartsTogether = kMaxSplits / kTogether;        // blocks per token whose sums are in flight together
@@ -491,7 +491,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       };
       auto fetch_input = [&](int i, int s) {
         uint32_t to = ring_address + s * stage_bytes + 2 * half_bytes;
-        const int block = column_block(i) * kInputTiles;
+        const int block = column_block(i) * kTilesPerBlock<W>;
         if (!is_resident) copy_tile(to, &input, first_token, block, full + 8 * s, input_policy);
       };
       const int ahead = min(args.stages, iterations);

@@ -30,14 +30,16 @@ template <class W>
 void add_kernels(std::vector<const void*>& kernels) {
   add_projections<W>(kernels);
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
-  add(attention_kernel<64, W>);
+  if constexpr (!kIsSingle<W>) {
+    add(attention_kernel<64, W>);
+    add(attention_kernel<64, W, Fp8Cache>);
+  }
   add(attention_kernel<128, W>);
-  add(attention_kernel<64, W, Fp8Cache>);
   add(attention_kernel<128, W, Fp8Cache>);
   add(attention_kernel<128, W, LongFp8Cache>);
   add(prepare_kernel<W>);
-  add(convert_kernel<W>);
   add(gather_kernel<W>);
+  if constexpr (!kIsSingle<W>) add(convert_kernel<W>);
 }
 
 }  // namespace
@@ -46,6 +48,7 @@ std::vector<const void*> quantised_kernels() {
   std::vector<const void*> kernels;
   add_kernels<Fp8Weights>(kernels);
   add_kernels<SplitFp8Weights>(kernels);
+  add_kernels<SingleFp8Weights>(kernels);
   add_projections_of<Epilogue::kLogits, SplitFp8Weights>(kernels);
   add_kernels<Int4Weights>(kernels);
   add_kernels<IntegerInt4Weights>(kernels);

@@ -1,9 +1,9 @@
-// Products of FP8 weights with split activations (weight_formats.cuh): the FP8 tensor cores multiply the weights as
-// they lie in shared memory. They cut off what is far smaller than a sum, so the sums of 64 columns are added up in
-// float32.
+// Products of FP8 weights with split activations, or with those of one number (weight_formats.cuh): the FP8 tensor
+// cores multiply the weights as they lie in shared memory. They cut off what is far smaller than a sum, so the sums of
+// 64 columns are added up in float32.
 //
-// With 64 tokens, two products for each weight and as many more additions take longer than the conversion to bf16 in
-// registers (quantised.cuh).
+// With 64 tokens, split activations' two products for each weight and as many more additions take longer than the
+// conversion to bf16 in registers (quantised.cuh).
 #pragma once
 #include "quantised.cuh"
 #include "wgmma_e4m3.cuh"
@@ -34,21 +34,22 @@ __device__ __forceinline__ void load_exponents(const uint8_t* exponents, int row
   }
 }
 
-// Multiplies one block of columns: sums += scale * 2^exponent * (weights input), in units of 64 columns.
-template <int N>
-struct BlockProduct<N, SplitFp8Weights> {
+// Multiplies one block of columns: sums += scale * 2^exponent * (weights input), in units of 64 columns. kNumbers: e4m3
+// numbers for each activation.
+template <int N, int kNumbers>
+struct E4m3BlockProduct {
   static constexpr int kBuffers = N <= 32 ? 2 : 1;  // units in flight, as registers allow
-  static constexpr int kInputBytes = N * 128;       // of a tile [N, 64]
+  static constexpr int kInputBytes = N * 128;       // of a tile: 64 columns of two numbers, or 128 of one
 
   float (&sums)[N / 2];
-  uint32_t weights, input;  // the tile, and tiles [N, 64]
+  uint32_t weights, input;  // the tile, and tiles of activations
   const ScaleTable& table;
   int column;  // the block's first column
 
   float partial[kBuffers][N / 2];
 
-  __device__ __forceinline__ BlockProduct(float (&sums)[N / 2], uint32_t weights, uint32_t input,
-                                          const ScaleTable& table, int column)
+  __device__ __forceinline__ E4m3BlockProduct(float (&sums)[N / 2], uint32_t weights, uint32_t input,
+                                              const ScaleTable& table, int column)
       : sums(sums), weights(weights), input(input), table(table), column(column) {}
 
   __device__ __forceinline__ void run() {
@@ -77,9 +78,9 @@ struct BlockProduct<N, SplitFp8Weights> {
     for (int j = 0; j < 2; ++j) {
       const int step = 2 * kUnit + j;  // of 32 columns
       const uint64_t a = moved_on(tile_descriptor(weights), 32 * step);
-      const uint64_t b = moved_on(tile_descriptor(input), kUnit * kInputBytes + 32 * j);
+      const uint64_t b = moved_on(tile_descriptor(input), kNumbers == 2 ? kUnit * kInputBytes + 32 * j : 32 * step);
       multiply_e4m3<N>(partial[kUnit % kBuffers], a, b, j);
-      multiply_e4m3<N>(partial[kUnit % kBuffers], a, moved_on(b, 64), 1);  // the second numbers
+      if constexpr (kNumbers == 2) multiply_e4m3<N>(partial[kUnit % kBuffers], a, moved_on(b, 64), 1);
     }
     wgmma_commit();
   }
@@ -102,8 +103,16 @@ struct BlockProduct<N, SplitFp8Weights> {
 };
 
 template <int N>
-struct BlockProduct<N, RoutedFp8Weights> : BlockProduct<N, SplitFp8Weights> {
-  using BlockProduct<N, SplitFp8Weights>::BlockProduct;
+struct BlockProduct<N, SplitFp8Weights> : E4m3BlockProduct<N, 2> {
+  using E4m3BlockProduct<N, 2>::E4m3BlockProduct;
+};
+template <int N>
+struct BlockProduct<N, RoutedFp8Weights> : E4m3BlockProduct<N, 2> {
+  using E4m3BlockProduct<N, 2>::E4m3BlockProduct;
+};
+template <int N>
+struct BlockProduct<N, SingleFp8Weights> : E4m3BlockProduct<N, 1> {
+  using E4m3BlockProduct<N, 1>::E4m3BlockProduct;
 };
 
 }  // namespace meshserve

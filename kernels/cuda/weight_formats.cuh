@@ -5,6 +5,9 @@
 // token keeps them within e4m3's range. A row takes as many bytes as in bf16: for each 64 columns, 64 first numbers and
 // 64 second ones. Behind the rows follow the exponents of the powers, a byte for each 64 columns of a token.
 //
+// Single activations are the first of these numbers alone, rounded (W8A8): of each 128 columns, as many numbers and 128
+// bytes that are not used.
+//
 // Integer activations are for 4-bit weights on the integer tensor cores: 16 bits in fixed point, as two 8-bit integers
 // that stand for 256 h + l, with a power of two for each 64 columns of a token. A row takes as many bytes as split
 // activations, with h in place of the first numbers and l in place of the second; within each 64 columns they have the
@@ -56,6 +59,9 @@ struct SplitFp8Weights {  // e4m3, multiplied with split activations
 struct RoutedFp8Weights : SplitFp8Weights {  // the same, of a layer with a router and experts
   static constexpr int kFewest = 16;
 };
+struct SingleFp8Weights : SplitFp8Weights {  // e4m3, multiplied with single activations
+  static constexpr int kFewest = 32, kMost = 64;
+};
 struct IntegerInt4Weights {  // as Int4Weights, multiplied with integer activations
   using Matrix = ScaledMatrix;
   static constexpr bool kIsQuantised = true, kIsInt4 = true, kIsSplit = true;
@@ -73,6 +79,12 @@ struct RoundedFp8Weights {
   using Matrix = ScaledMatrix;
   static constexpr bool kIsQuantised = true, kIsInt4 = false, kIsSplit = false;
 };
+
+template <class W>
+constexpr bool kIsSingle = std::is_same_v<W, SingleFp8Weights>;
+// Tiles [N, 64] of activations for a block of columns, 128 bytes of each token.
+template <class W>
+constexpr int kTilesPerBlock = kIsSingle<W> ? 1 : W::kBlockColumns / 64;
 
 // The format whose activations a format takes, and the one that the output projection leaves for what follows it.
 template <class W>
@@ -133,8 +145,8 @@ __device__ __forceinline__ void store_integers(bf16* row, uint8_t* exponents, in
 }
 
 // Stores columns `column` to `column` + 3 (a multiple of 4) of a row of activations for a product with weights of the
-// format. `row` and `exponents`, which split activations have, may begin at any multiple of 64 columns. The 16
-// neighboring lanes with the same 64 columns must call it together.
+// format. `row` and `exponents`, which split and single activations have, may begin at any multiple of 64 columns, of
+// 128 for single ones. The 16 neighboring lanes with the same 64 columns must call it together.
 template <class W>
 __device__ __forceinline__ void store_activations(bf16* row, uint8_t* exponents, int column, float4 v) {
   if constexpr (W::kIsSplit && W::kIsInt4) {
@@ -147,9 +159,14 @@ __device__ __forceinline__ void store_activations(bf16* row, uint8_t* exponents,
     const float factor = power_of(254 + kLargest - exponent);
     const E4m3Pair low = split_e4m3(v.x * factor, v.y * factor), high = split_e4m3(v.z * factor, v.w * factor);
     const int chunk = column / kExponentColumns, at = column % kExponentColumns;
-    uint32_t* to = reinterpret_cast<uint32_t*>(row + chunk * kExponentColumns) + at / 4;
-    to[0] = __byte_perm(low.first, high.first, 0x5410);
-    to[kExponentColumns / 4] = __byte_perm(low.second, high.second, 0x5410);
+    if constexpr (kIsSingle<W>) {
+      reinterpret_cast<uint32_t*>(row + column / 128 * 128)[column % 128 / 4] =
+          __byte_perm(low.first, high.first, 0x5410);
+    } else {
+      uint32_t* to = reinterpret_cast<uint32_t*>(row + chunk * kExponentColumns) + at / 4;
+      to[0] = __byte_perm(low.first, high.first, 0x5410);
+      to[kExponentColumns / 4] = __byte_perm(low.second, high.second, 0x5410);
+    }
     // Infinity stays infinite, and NaN is a number of e4m3.
     if (at == 0) exponents[chunk] = static_cast<uint8_t>(exponent == 255 ? 255 : exponent - kLargest);
   } else if constexpr (W::kIsQuantised) {

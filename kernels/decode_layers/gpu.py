@@ -1,7 +1,8 @@
 """Runs the layers of a decode step on an NVIDIA Hopper GPU, in bfloat16: see ../cuda.
 
-Matrices may be quantised, all to FP8 or all to 4 bits. They stay so until they are in registers. In steps of
-`WIDE_TOKENS`, cuBLASLt multiplies FP8 weights by activations rounded to FP8 instead; see ../cuda/wide_step.cuh.
+Matrices may be quantised, all to FP8 or all to 4 bits. They stay so until they are multiplied. In steps of 17 to 64
+tokens without drafts, on one device, FP8 weights are multiplied by activations rounded to FP8, and in steps of
+`WIDE_TOKENS` cuBLASLt does that; see ../cuda/wide_step.cuh.
 
 One XLA call launches five kernels per layer, four for up to 8 tokens of a small model, or seven on a mesh. Each kernel
 lets the next one start early and fetch its weights while it waits (programmatic dependent launch), so that memory stays
@@ -195,6 +196,7 @@ def decode_layers(
         operands.beside_tokens(batch.positions),
         inverse_frequencies,
         rotary_scale=np.float32(settings.rotary_scale),
+        may_round=np.int32(not settings.has_drafts and settings.p2p is None),
         ordinals=p2p_gpu.attribute(settings.p2p),
         **_stack_attributes(settings, layers, launch),
     )

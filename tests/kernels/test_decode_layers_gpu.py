@@ -132,6 +132,7 @@ WIDE_CASES = (
     wide_case("80-uneven-fp8-cache", 1_200, *range(10, 84), 0, 0, 900, 2, 257, cache_dtype="float8_e4m3fn"),
     wide_case("256", *range(20, 276), group=2),
     wide_case("8b-layer", *range(12, 140), embed=4096, kv_heads=8, mlp=12288, page_size=64, num_layers=1),
+    wide_case("8b-layer-256", *range(12, 268), embed=4096, kv_heads=8, mlp=12288, page_size=64, num_layers=1),
 )
 WIDE_CASES_AND_SCALES = [(case, "float32") for case in WIDE_CASES] + [(WIDE_CASES[1], "bfloat16")]
 
@@ -172,6 +173,38 @@ def test_wide_steps_are_the_layers_on_rounded_activations(num_tokens, monkeypatc
     print(f"error {error:.2e} of what the layers add")
     assert error < 0.06
     check_cache(inputs, cache, expected_cache, 2, bound=0.06)
+
+
+SINGLE_CASES = (
+    wide_case("17", *range(17), num_layers=1),
+    wide_case("32", *range(3, 35)),
+    wide_case("32-uneven", 1_200, *range(10, 38), 0, 900, 2, page_size=64),
+    wide_case("30-uneven-fp8-cache", 1_200, *range(10, 38), 900, cache_dtype="float8_e4m3fn"),
+    wide_case("8b-layer", *range(12, 44), embed=4096, kv_heads=8, mlp=12288, page_size=64, num_layers=1),
+    wide_case("33", *range(33)),
+    wide_case("64-uneven", 1_200, *range(10, 70), 0, 900, 2, page_size=64),
+    dataclasses.replace(wide_case("scales-64", *range(20, 40)), weights="fp8-block-64"),
+    dataclasses.replace(wide_case("scales-of-rows", *range(20, 40)), weights="fp8-channel"),
+)
+
+
+@pytest.mark.parametrize("case", SINGLE_CASES, ids=lambda case: case.name)
+def test_17_to_64_tokens_are_the_layers_on_rounded_activations(case):
+    inputs = inputs_of(case)
+    arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
+    x, cache, _ = run(*arguments)
+    expected, expected_cache, _ = expect(reference.decode_layers, *arguments, settings=inputs.settings)
+    real = np.asarray(inputs.batch.positions) >= 0
+    assert np.isfinite(np.asarray(x, np.float32)).all()
+    before = np.asarray(inputs.x, np.float32)[real]
+    out, expected = np.asarray(x, np.float32)[real], np.asarray(expected)[real]
+    error = relative_error(out - before, expected - before)
+    print(f"error {error:.2e} of what the layers add")
+    assert error < 0.06
+    check_cache(inputs, cache, expected_cache, case.num_layers, bound=0.06)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(run(*arguments)[0], np.float32), np.asarray(x, np.float32))
 
 
 PROMPTS = {  # tokens of each request, and how many of them the step computes

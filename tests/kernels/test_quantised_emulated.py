@@ -13,7 +13,7 @@ from meshserve.kernels.linear import FP8, QuantisedMatrix, cases
 from . import on_host
 
 pytestmark = on_host.needs_compiler
-FORMS = ("split", "converted", "int4", "integer")  # of the product
+FORMS = ("split", "converted", "int4", "integer", "single")  # of the product
 SCALE_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -120,6 +120,21 @@ def test_product_is_that_of_exactly_dequantised_weights(library, n, form, kind, 
         found = product(library, form, n, matrix, x, row=row, blocks=blocks)
         bound = 1e-5 * (np.abs(x[:, begin:end]) @ np.abs(exact).T)
         assert (np.abs(found - expected) <= bound).all()
+
+
+@pytest.mark.parametrize("n", [32, 64])
+@pytest.mark.parametrize(("block", "columns"), [((128, 128), 384), ((64, 64), 256), ((1, 256), 256)])
+def test_activations_of_one_number_have_the_bits_of_e4m3(library, n, block, columns):
+    case = cases.Case(name="", kind="fp8", block=block, rows=128, columns=columns, tokens=n - 3, dtype="bfloat16")
+    inputs = cases.make_inputs(case, seed=1)
+    x = np.asarray(inputs.x).astype(np.float32)
+    groups = x.reshape(len(x), -1, 64)
+    largest = np.abs(groups).max(axis=2, keepdims=True)
+    factor = 2.0 ** (7 - np.floor(np.log2(largest)))  # the largest is then 128 or more, below 256
+    rounded = ((groups * factor).astype(FP8).astype(np.float64) / factor).reshape(x.shape)
+    exact = cases.exact_matrix(inputs.weight)[:64]
+    found = product(library, "single", n, inputs.weight, x, row=0, blocks=range(columns // 128))
+    assert (np.abs(found - rounded @ exact.T) <= 1e-5 * (np.abs(x) @ np.abs(exact).T)).all()
 
 
 def int4_problem(columns: int, tokens: int) -> tuple[QuantisedMatrix, np.ndarray]:

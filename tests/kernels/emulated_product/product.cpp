@@ -75,7 +75,7 @@ void run(const Problem& problem, float* out) {  // out [64, N]
     }
     for (int token = 0; token < problem.tokens; ++token) {
       const int first = block * W::kBlockColumns * 2;
-      for (int byte = 0; byte < min(W::kBlockColumns * 2, columns * 2 - first); ++byte) {
+      for (int byte = 0; byte < min(kTilesPerBlock<W> * 128, columns * 2 - first); ++byte) {
         const int at = byte / 128 * kInputBytes + token * 128 + (byte % 128 ^ token % 8 * 16);
         shared_memory[kTileBytes + at] = input[static_cast<size_t>(token) * columns * 2 + first + byte];
       }
@@ -102,7 +102,9 @@ void run(const Problem& problem, float* out) {  // out [64, N]
 
 template <class W>
 void run(int n, const Problem& problem, float* out) {
-  if (n == 8) run<8, W>(problem, out);
+  if constexpr (!kIsSingle<W>) {
+    if (n == 8) run<8, W>(problem, out);
+  }
   if constexpr (W::kMost > 8) {
     if (n == 16) run<16, W>(problem, out);
     if (n == 32) run<32, W>(problem, out);
@@ -112,12 +114,13 @@ void run(int n, const Problem& problem, float* out) {
 
 }  // namespace
 
-// `form` of the product: split, converted, 4-bit, or 4-bit with integer activations.
+// `form` of the product: split, converted, 4-bit, 4-bit with integer activations, or rounded to one number.
 extern "C" void multiply(int form, int n, const Problem* problem, float* out) {
   if (form == 0) run<SplitFp8Weights>(n, *problem, out);
   if (form == 1) run<Fp8Weights>(n, *problem, out);
   if (form == 2) run<Int4Weights>(n, *problem, out);
   if (form == 3) run<IntegerInt4Weights>(n, *problem, out);
+  if (form == 4) run<SingleFp8Weights>(n, *problem, out);
 }
 
 // Converts all 256 e4m3 numbers to float32.
