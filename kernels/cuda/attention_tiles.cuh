@@ -220,20 +220,29 @@ __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile
   }
 }
 
+template <int H, class C>
+__device__ __forceinline__ uint32_t row_address(uint32_t tile, int token, int chunk) {
+  return C::kIsFp8 ? fp8_chunk_address<H>(tile, token, chunk) : chunk_address(tile, token, chunk);
+}
+
+// Replaces the values of a tile from `first_token` on with zeros.
+template <int H, class C>
+__device__ __forceinline__ void clear_values(uint32_t v_tile, int first_token, int lane) {
+  constexpr int kChunks = H * sizeof(typename C::Element) / 16;
+#pragma unroll 1
+  for (int i = lane; i < (kTileTokens<C> - first_token) * kChunks; i += 32) {
+    store_shared(row_address<H, C>(v_tile, first_token + i / kChunks, i % kChunks), make_uint4(0, 0, 0, 0));
+  }
+  __syncwarp();
+}
+
 // Patches the last tile with the current token's row that the previous kernel wrote (lanes 0..15 the key, 16..31 the
 // value, 16 bytes each), and with zeros for values beyond the request's last token.
 template <int H, class C>
 __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int last_token, uint4 current, int lane) {
   constexpr int kChunks = H * sizeof(typename C::Element) / 16;
-  auto address = [](uint32_t tile, int token, int chunk) {
-    return C::kIsFp8 ? fp8_chunk_address<H>(tile, token, chunk) : chunk_address(tile, token, chunk);
-  };
-  if (lane % 16 < kChunks) store_shared(address(lane < 16 ? k_tile : v_tile, last_token, lane % 16), current);
-#pragma unroll 1
-  for (int i = lane; i < (kTileTokens<C> - 1 - last_token) * kChunks; i += 32) {
-    store_shared(address(v_tile, last_token + 1 + i / kChunks, i % kChunks), make_uint4(0, 0, 0, 0));
-  }
-  __syncwarp();
+  if (lane % 16 < kChunks) store_shared(row_address<H, C>(lane < 16 ? k_tile : v_tile, last_token, lane % 16), current);
+  clear_values<H, C>(v_tile, last_token + 1, lane);
 }
 
 // Merges the results of kWarps warps for 4 elements of a query.

@@ -4,8 +4,10 @@
 //
 // The step's tokens are divided into equal shares: one share per request, or more if there are so few requests that the
 // GPU has clusters to spare. A request with at least 1.5 shares is split into as many parts as it has shares (rounded).
-// With one share per request, requests of equal length are not split. Parts come first, then whole requests, then
-// requests of at most half a share, so that the work that ends last is short. The remaining clusters are idle.
+// With one share per request, requests of equal length are not split. There are fewer shares, and therefore fewer
+// parts, where blocks stay (staying_attention.cuh), because unequal works do not keep them waiting. Parts come first,
+// then whole requests, then requests of at most half a share, so that the work that ends last is short. The remaining
+// clusters are idle.
 #pragma once
 #include "rounding.cuh"
 #include "weight_formats.cuh"
@@ -17,15 +19,21 @@ constexpr int kLeastShareTokens = 512;  // minimum per block
 struct ContextCuts {
   const int* positions;  // [B]: of the current tokens; -1: no request
   int batch;
-  int num_clusters;   // per KV head; if equal to `batch`, no request is split
-  int fewest_shares;  // minimum number of shares
-  int least_share;    // minimum tokens per share
+  int num_clusters;           // per KV head; if equal to `batch`, no request is split
+  int fewest_shares;          // minimum number of shares
+  int least_share;            // minimum tokens per share
+  int most_shares = 1 << 30;  // maximum number of shares
 };
 
 // The part that a cluster processes.
 struct ContextPart {
   int request;  // -1: nothing
   int index, num_parts;
+};
+
+// The same, and the request's tokens, as written by prepare_kernel.
+struct __align__(16) PlannedPart {
+  int request, index, num_parts, num_tokens;
 };
 
 // The unmerged results of parts, and how many parts have stored theirs.
@@ -62,7 +70,7 @@ __device__ __forceinline__ ContextPart find_part(int cluster, int lane, const Co
     num_requests += tokens > 0;
     longest = max(longest, tokens);
   }
-  const int num_shares = max(__reduce_add_sync(kAll, num_requests), cuts.fewest_shares);
+  const int num_shares = min(max(__reduce_add_sync(kAll, num_requests), cuts.fewest_shares), cuts.most_shares);
   const int share = max((__reduce_add_sync(kAll, num_tokens) + num_shares - 1) / num_shares, cuts.least_share);
   const int least_cut = 2 * share - share / 2;  // tokens; follows the rounding of num_parts_of
   auto tokens_of = [&](int request) { return request < cuts.batch ? cuts.positions[request] + 1 : -1; };

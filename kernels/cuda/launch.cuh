@@ -10,6 +10,7 @@
 #include "attention.cuh"
 #include "prepare.cuh"
 #include "projection.cuh"
+#include "staying_attention.cuh"
 #include "tensor_map.cuh"
 
 namespace meshserve {
@@ -52,10 +53,12 @@ struct Scratch {
   bf16 *scaled, *q, *attended, *activated;
   float *sums, *cos_sin;
   Unmerged unmerged;
+  PlannedPart* plan;
+  int* claims;
 
+  static size_t most_clusters_of(const Shapes& s) { return most_clusters(s.batch, fewest_shares(s.kv_heads, 1)); }
   static size_t unmerged_bytes(const Shapes& s) {
-    const size_t clusters = most_clusters(s.batch, fewest_shares(s.kv_heads, 1));
-    return clusters * s.kv_heads * s.group * (s.head_dim + 4) * sizeof(float);
+    return most_clusters_of(s) * s.kv_heads * s.group * (s.head_dim + 4) * sizeof(float);
   }
   static size_t bytes(const Shapes& s) {
     Scratch none;
@@ -77,6 +80,8 @@ struct Scratch {
     activated = reinterpret_cast<bf16*>(take(activation_bytes(b, s.mlp)));
     unmerged.rows = reinterpret_cast<float*>(take(unmerged_bytes(s)));
     unmerged.num_arrived = reinterpret_cast<int*>(take(b * s.arrivals() * 4));
+    plan = reinterpret_cast<PlannedPart*>(take(most_clusters_of(s) * sizeof(PlannedPart)));
+    claims = reinterpret_cast<int*>(take(2 * sizeof(int)));
     return used;
   }
 };
@@ -171,6 +176,11 @@ class StepOf {
     args.head_dim = shapes_.head_dim;
     args.num_arrived = scratch.unmerged.num_arrived;
     args.arrivals = shapes_.arrivals();
+    if (stays()) {
+      args.cuts = context_cuts(1);
+      args.plan = scratch.plan;
+      args.claims = scratch.claims;
+    }
     launch("prepare", prepare_kernel<Taken<W>>, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
   }
 
@@ -248,23 +258,9 @@ class StepOf {
   }
 
   void attention(int layer, const bf16* q, bf16* out) {
-    const int h = shapes_.head_dim;
-    AttentionArgs args = {};
-    args.q = q;
-    args.cache = layer_pages(layer);
-    args.page_table = cache.page_table;
-    args.out = out;
-    args.rounded_scales = rounded_scales;
-    args.unmerged = scratch.unmerged;
-    args.first_row = layer * (layer_elements() / h);
-    args.max_pages = shapes_.max_pages;
-    args.page_size = shapes_.page_size;
-    args.kv_heads = shapes_.kv_heads;
-    args.group = shapes_.group;
-    const int splits = tuning_.attention_splits ? tuning_.attention_splits : attention_splits();
-    args.cuts = context_cuts(splits);
-    args.log2_splits = log2_of(splits);
-    args.scale_log2 = scale * static_cast<float>(M_LOG2E);
+    if (stays()) return staying_attention(layer, q, out);
+    const int splits = tuning_.attention_splits ? tuning_.attention_splits : attention_splits(), h = shapes_.head_dim;
+    auto args = attention_args<AttentionArgs>(layer, q, out, splits);
     CUtensorMap pages;
     if (!map_pages(&pages, tile_tokens())) return;
     dim3 grid(splits, shapes_.kv_heads, args.cuts.num_clusters);
@@ -282,6 +278,47 @@ class StepOf {
     if (has_long_tiles()) kernel = attention_kernel<128, A, LongFp8Cache>;
     const size_t received_bytes = h == 128 ? sizeof(Received<128>) : sizeof(Received<64>);
     launch("attention", kernel, grid, kAttentionThreads, ring_bytes + received_bytes, splits, pages, args);
+  }
+
+  template <class AnyArgs>
+  AnyArgs attention_args(int layer, const bf16* q, bf16* out, int splits) const {
+    AnyArgs args = {};
+    args.q = q;
+    args.cache = layer_pages(layer);
+    args.page_table = cache.page_table;
+    args.cuts = context_cuts(splits);
+    args.out = out;
+    args.rounded_scales = rounded_scales;
+    args.unmerged = scratch.unmerged;
+    args.first_row = layer * (layer_elements() / shapes_.head_dim);
+    args.max_pages = shapes_.max_pages;
+    args.page_size = shapes_.page_size;
+    args.kv_heads = shapes_.kv_heads;
+    args.group = shapes_.group;
+    args.log2_splits = log2_of(splits);
+    args.scale_log2 = scale * static_cast<float>(M_LOG2E);
+    return args;
+  }
+
+  // Returns whether attention's blocks stay: beside another half of the batch, with enough work for each SM.
+  bool stays() const {
+    const bool is_fit = std::is_same_v<W, Bf16Weights> && !cache.is_fp8 && shapes_.head_dim == kStayingHead;
+    return tuning_.streams == 2 && is_fit && shapes_.batch * shapes_.kv_heads >= 2 * kMultiprocessors;
+  }
+
+  void staying_attention(int layer, const bf16* q, bf16* out) {
+    auto args = attention_args<StayingArgs>(layer, q, out, 1);
+    args.plan = scratch.plan;
+    args.claims = scratch.claims + layer % 2;
+    args.next_claims = scratch.claims + (layer + 1) % 2;
+    CUtensorMap pages;
+    if (!map_pages(&pages, kProductTokens)) return;
+    // With more than half of an SM's shared memory, there is one block of attention, whichever half of a batch it is
+    // of.
+    args.stages = kStayingStages;
+    const size_t bytes = std::max<size_t>(staying_bytes<kStayingWarps>(args.stages, shapes_.group), kMoreThanHalfBytes);
+    launch("attention", staying_attention_kernel<kStayingWarps>, dim3(kMultiprocessors), 32 * kStayingWarps, bytes, 1,
+           pages, args);
   }
 
   // out = residual (may be null) + attended o^T. If `next_gain` is given, also computes the inputs of the next norm.
@@ -420,6 +457,8 @@ class StepOf {
     cuts.batch = shapes_.batch;
     cuts.fewest_shares = fewest_shares(shapes_.kv_heads, splits);
     cuts.least_share = kLeastShareTokens * splits;
+    // For blocks that stay, a share is a quarter of the work of an SM, or more.
+    if (stays()) cuts.most_shares = 2 * cuts.fewest_shares;
     cuts.num_clusters = most_clusters(cuts.batch, cuts.fewest_shares, cuts.least_share, shapes_.max_context());
     return cuts;
   }
@@ -687,6 +726,7 @@ class StepOf {
   }
 
   static constexpr int kMaxSharedBytes = 227 * 1024;  // per block; none of the kernels has static shared memory
+  static constexpr int kMoreThanHalfBytes = 113 * 1024 + 512;  // of an SM's 228 KB, of which each block takes 1 KB more
 
   Shapes shapes_;
   Tuning tuning_;

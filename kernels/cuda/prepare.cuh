@@ -1,7 +1,7 @@
-// Prepares the inputs of a call's first layer that no earlier kernel has computed: x * gain, the sums of squares of x,
-// the cosines and sines of the rotary embedding, and zeroed counters. One block per token.
+// Prepares what no earlier kernel of a call has computed: x * gain, the sums of squares of x, the cosines and sines of
+// the rotary embedding, zeroed counters, and which part of a context is where in attention. One block per token.
 #pragma once
-#include "weight_formats.cuh"
+#include "context_parts.cuh"
 
 namespace meshserve {
 
@@ -20,6 +20,9 @@ struct PrepareArgs {
   int head_dim;
   int* num_arrived;  // [B, arrivals]
   int arrivals;
+  ContextCuts cuts;
+  PlannedPart* plan;  // [cuts.num_clusters] parts of decode attention; null: skip them
+  int* claims;        // two counters
 };
 
 // W: the format of the weights of the layer's first projection.
@@ -40,6 +43,14 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
     if (lane == 0) args.sums[token * (args.columns / 128) + tile] = sum;
   }
   for (int i = threadIdx.x; i < args.arrivals; i += kPrepareThreads) args.num_arrived[token * args.arrivals + i] = 0;
+  if (args.plan != nullptr) {
+    for (int i = token + warp * gridDim.x; i < args.cuts.num_clusters; i += kPrepareThreads / 32 * gridDim.x) {
+      const ContextPart part = find_part(i, lane, args.cuts);
+      const int num_tokens = part.request < 0 ? 0 : args.cuts.positions[part.request] + 1;
+      if (lane == 0) args.plan[i] = {part.request, part.index, part.num_parts, num_tokens};
+    }
+    if (token == 0 && threadIdx.x < 2) args.claims[threadIdx.x] = 0;
+  }
   const int half = args.head_dim / 2;
   if (args.positions != nullptr && threadIdx.x < half) {
     float angle = static_cast<float>(max(args.positions[token], 0)) * args.inverse_frequencies[threadIdx.x];

@@ -18,7 +18,7 @@ class Cuts(ctypes.Structure):
 
     _fields_ = [
         ("positions", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in "batch num_clusters fewest_shares least_share".split()),
+        *((name, ctypes.c_int) for name in "batch num_clusters fewest_shares least_share most_shares".split()),
     ]
 
 
@@ -31,13 +31,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def find_parts(
-    library: ctypes.CDLL, lengths: list[int], fewest_shares: int = 16, least_share: int = 256, max_context: int = 32768
+    library: ctypes.CDLL,
+    lengths: list[int],
+    fewest_shares: int = 16,
+    least_share: int = 256,
+    max_context: int = 32768,
+    most_shares: int = 1 << 30,
 ) -> list[int]:
     """Returns each request's number of parts, after checking that consecutive clusters cover every part."""
     num_clusters = library.count_clusters(len(lengths), fewest_shares, least_share, max_context)
     positions = np.asarray(lengths, np.int32) - 1
     parts = np.full((num_clusters, 3), -7, np.int32)
-    cuts = Cuts(positions.ctypes.data, len(lengths), num_clusters, fewest_shares, least_share)
+    cuts = Cuts(positions.ctypes.data, len(lengths), num_clusters, fewest_shares, least_share, most_shares)
     library.find_parts(ctypes.byref(cuts), ctypes.c_void_p(parts.ctypes.data))
     num_busy = int((parts[:, 0] >= 0).sum())
     assert (parts[num_busy:] == (-1, 0, 0)).all(), "clusters without work come last"
@@ -49,7 +54,7 @@ def find_parts(
         assert parts[cluster : cluster + num_parts].tolist() == expected
         found[request] = num_parts
         cluster += num_parts
-    num_shares = max(np.count_nonzero(lengths), fewest_shares)
+    num_shares = min(max(np.count_nonzero(lengths), fewest_shares), most_shares)
     share = max(least_share, -(-sum(lengths) // num_shares))
     order = [(num_parts == 1, lengths[request] <= share // 2) for request, num_parts in found.items()]
     assert num_clusters == len(lengths) or order == sorted(order), "long requests come first"
@@ -62,8 +67,10 @@ def test_every_part_of_every_request_has_a_cluster(library, seed):
     batch, fewest_shares = int(rng.integers(1, 100)), int(rng.integers(1, 133))
     least_share, max_context = 256 * 2 ** int(rng.integers(0, 4)), 2 ** int(rng.integers(8, 17))
     lengths = np.exp(rng.uniform(0, np.log(max_context), batch)).astype(int) * (rng.random(batch) < 0.8)
-    num_parts = find_parts(library, lengths.tolist(), fewest_shares, least_share, max_context)
-    share = max(least_share, -(-lengths.sum() // max(np.count_nonzero(lengths), fewest_shares)))
+    most_shares = 1 << 30 if seed % 2 else int(rng.integers(fewest_shares, 133))
+    num_parts = find_parts(library, lengths.tolist(), fewest_shares, least_share, max_context, most_shares)
+    num_shares = min(max(np.count_nonzero(lengths), fewest_shares), most_shares)
+    share = max(least_share, -(-lengths.sum() // num_shares))
     for length, num in zip(lengths, num_parts, strict=True):
         assert length <= 1.5 * share * num
         assert num == 1 or length >= 0.75 * share * num
@@ -84,6 +91,12 @@ def test_equal_requests_are_not_cut(library):
 def test_a_long_one_among_short_ones_is_cut(library):
     lengths = [1000] * 20 + [16384] + [1000] * 11
     assert find_parts(library, lengths) == [1] * 20 + [11] + [1] * 11  # shares of 1,481 tokens
+
+
+def test_with_fewer_shares_than_requests_only_longer_ones_are_cut(library):
+    lengths = [1000] * 20 + [4000] * 20  # shares of 2,500 tokens, or of 5,000
+    assert find_parts(library, lengths) == [1] * 20 + [2] * 20
+    assert find_parts(library, lengths, most_shares=20) == [1] * 40
 
 
 def test_few_requests_are_cut_until_the_gpu_is_full(library):

@@ -311,9 +311,18 @@ def test_projections_do_not_depend_on_their_launch(name, splits, blocks_per_stag
     assert relative_error(out, expected) < BOUND
 
 
-@pytest.mark.parametrize("name", ["batch-50-odd-tiles", "batch-128", "batch-200", "batch-40-uneven"])
-def test_halves_of_a_batch_on_two_streams_give_the_same_result(name):
-    case = next(case for case in cases.CASES if case.name == name)
+STAYING_CASES = (  # halves whose attention's blocks stay
+    cases.Case(
+        name="144-8-heads", lengths=(0, 1_200, 1, *range(2, 280, 2), 0, 700), kv_heads=8, embed=512, num_layers=3
+    ),
+    cases.Case(name="140-group-4", lengths=(*range(1, 141),), kv_heads=4, group=4, page_size=64),
+)
+HALVED = ("batch-50-odd-tiles", "batch-128", "batch-200", "batch-40-uneven")
+HALVED_CASES = (*(case for case in cases.CASES if case.name in HALVED), *STAYING_CASES)
+
+
+@pytest.mark.parametrize("case", HALVED_CASES, ids=lambda case: case.name)
+def test_halves_of_a_batch_on_two_streams_give_the_same_result(case):
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     launch = gpu.LaunchShape(streams=2)
