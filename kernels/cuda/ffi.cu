@@ -87,9 +87,7 @@ ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, I
   step.scale = scale;
   size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
   if (needed > scratch->element_count()) return too_small(needed);
-  const size_t num_bytes = shapes.batch * shapes.arrivals() * sizeof(int);
-  const cudaError_t status = cudaMemsetAsync(step.scratch.unmerged.num_arrived, 0, num_bytes, stream);
-  if (status != cudaSuccess) return result(status);
+  step.prepare_attention();
   step.attention(layer, data<bf16>(q), data<bf16>(out));
   return result(step);
 }

@@ -174,6 +174,11 @@ class StepOf {
     args.cos_sin = scratch.cos_sin;
     args.rotary_scale = rotary_scale;
     args.head_dim = shapes_.head_dim;
+    prepare_attention(args);
+  }
+
+  // Clears the counters of attention's parts, and plans where they are if its blocks stay.
+  void prepare_attention(PrepareArgs args = {}) {
     args.num_arrived = scratch.unmerged.num_arrived;
     args.arrivals = shapes_.arrivals();
     if (stays()) {
@@ -258,7 +263,10 @@ class StepOf {
   }
 
   void attention(int layer, const bf16* q, bf16* out) {
-    if (stays()) return staying_attention(layer, q, out);
+    if (stays()) {
+      return is_beside() ? staying_attention<kStayingWarps>(layer, q, out, kStayingStages)
+                         : staying_attention<kLoneWarps>(layer, q, out, kLoneStages);
+    }
     const int splits = tuning_.attention_splits ? tuning_.attention_splits : attention_splits(), h = shapes_.head_dim;
     auto args = attention_args<AttentionArgs>(layer, q, out, splits);
     CUtensorMap pages;
@@ -300,25 +308,28 @@ class StepOf {
     return args;
   }
 
-  // Returns whether attention's blocks stay: beside another half of the batch, with enough work for each SM.
+  bool is_beside() const { return tuning_.streams == 2; }  // whether another half of the batch runs at the same time
+
+  // Returns whether attention's blocks stay, because there is enough work for each SM.
   bool stays() const {
     const bool is_fit = std::is_same_v<W, Bf16Weights> && !cache.is_fp8 && shapes_.head_dim == kStayingHead;
-    return tuning_.streams == 2 && is_fit && shapes_.batch * shapes_.kv_heads >= 2 * kMultiprocessors;
+    const int fewest = (is_beside() ? 2 : kFewestLoneWorks) * kMultiprocessors;
+    return is_fit && tuning_.attention_splits == 0 && shapes_.batch * shapes_.kv_heads >= fewest;
   }
 
-  void staying_attention(int layer, const bf16* q, bf16* out) {
+  template <int kWarps>
+  void staying_attention(int layer, const bf16* q, bf16* out, int stages) {
     auto args = attention_args<StayingArgs>(layer, q, out, 1);
     args.plan = scratch.plan;
     args.claims = scratch.claims + layer % 2;
     args.next_claims = scratch.claims + (layer + 1) % 2;
     CUtensorMap pages;
     if (!map_pages(&pages, kProductTokens)) return;
+    args.stages = stages;
     // With more than half of an SM's shared memory, there is one block of attention, whichever half of a batch it is
     // of.
-    args.stages = kStayingStages;
-    const size_t bytes = std::max<size_t>(staying_bytes<kStayingWarps>(args.stages, shapes_.group), kMoreThanHalfBytes);
-    launch("attention", staying_attention_kernel<kStayingWarps>, dim3(kMultiprocessors), 32 * kStayingWarps, bytes, 1,
-           pages, args);
+    const size_t bytes = std::max<size_t>(staying_bytes<kWarps>(args.stages, shapes_.group), kMoreThanHalfBytes);
+    launch("attention", staying_attention_kernel<kWarps>, dim3(kMultiprocessors), 32 * kWarps, bytes, 1, pages, args);
   }
 
   // out = residual (may be null) + attended o^T. If `next_gain` is given, also computes the inputs of the next norm.
@@ -457,8 +468,8 @@ class StepOf {
     cuts.batch = shapes_.batch;
     cuts.fewest_shares = fewest_shares(shapes_.kv_heads, splits);
     cuts.least_share = kLeastShareTokens * splits;
-    // For blocks that stay, a share is a quarter of the work of an SM, or more.
-    if (stays()) cuts.most_shares = 2 * cuts.fewest_shares;
+    // For blocks that stay in halves of a batch, a share is a quarter of the work of an SM, or more.
+    if (is_beside() && stays()) cuts.most_shares = 2 * cuts.fewest_shares;
     cuts.num_clusters = most_clusters(cuts.batch, cuts.fewest_shares, cuts.least_share, shapes_.max_context());
     return cuts;
   }

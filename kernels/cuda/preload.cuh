@@ -28,6 +28,7 @@ inline std::vector<const void*> all_kernels() {
   add(attention_kernel<128, Bf16Weights, Fp8Cache>);
   add(attention_kernel<128, Bf16Weights, LongFp8Cache>);
   add(staying_attention_kernel<kStayingWarps>);
+  add(staying_attention_kernel<kLoneWarps>);
   add(prefill::attention_kernel<64>);
   add(prefill::attention_kernel<128>);
   add(rope::qk_norm_rope_kernel<64>);

@@ -1,5 +1,5 @@
-// Paged decode attention of many requests by blocks that stay: one on each SM, which leaves a place there for a block
-// of another kernel.
+// Paged decode attention of many requests by blocks that stay: one on each SM, which beside the other half of a batch
+// leaves a place there for a block of another kernel.
 //
 // A work is what a cluster has in attention.cuh: a part of a request, and a KV head. Its tiles are assigned round-robin
 // to the warps of a block. A block begins with the work of its own number, then claims the next by a counter while it
@@ -14,6 +14,8 @@
 namespace meshserve {
 
 constexpr int kStayingWarps = 4, kStayingStages = 3;  // stages of a warp's ring
+// The same where nothing runs beside attention, and the fewest works for each SM with which blocks stay there.
+constexpr int kLoneWarps = 8, kLoneStages = 2, kFewestLoneWorks = 11;
 constexpr int kMaxStayingStages = 4;
 constexpr int kStayingHead = 128;  // elements
 constexpr int kStayingTileBytes = kProductTokens * kStayingHead * sizeof(bf16);

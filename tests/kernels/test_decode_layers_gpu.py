@@ -286,6 +286,22 @@ def test_attention_does_not_depend_on_its_splits(name, splits):
     assert relative_error(out, expect(reference.attention, q, cache, inputs.batch, **known)) < BOUND
 
 
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_attention_of_many_requests_whose_blocks_stay(group):
+    lengths = (0, 1_000, 1, *range(2, 380, 2), 0, 700)
+    case = cases.Case(name=f"194-group-{group}", lengths=lengths, kv_heads=8, group=group, num_layers=1)
+    inputs = inputs_of(case)
+    shape = (len(case.lengths), case.kv_heads, case.group, case.head_dim)
+    q = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
+    cache = jnp.where(jnp.isnan(inputs.cache), 0.5, inputs.cache)  # including the current tokens' positions
+    known = {"settings": inputs.settings, "layer": 0}
+    attend = jax.jit(functools.partial(gpu.attention, **known))
+    out = attend(q, cache, inputs.batch)
+    assert relative_error(out, expect(reference.attention, q, cache, inputs.batch, **known)) < BOUND
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(attend(q, cache, inputs.batch)), np.asarray(out))
+
+
 @pytest.mark.parametrize(
     ("name", "splits"),
     [

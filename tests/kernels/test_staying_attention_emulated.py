@@ -28,6 +28,7 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
+@pytest.mark.parametrize("is_lone", [False, True])
 @pytest.mark.parametrize("num_blocks", [1, 3, 40])
 @pytest.mark.parametrize("group", [1, 2, 5])
 @pytest.mark.parametrize(
@@ -35,7 +36,12 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
     [((1, 16, 0, 17, 150, 40), (1,) * 6), ((2_100, 3, 0, 700, 64, 65, 0), (3, 1, 1, 7, 1, 2, 1))],
 )
 def test_attention_is_the_float64_computation(
-    library: ctypes.CDLL, lengths: tuple[int, ...], num_parts: tuple[int, ...], group: int, num_blocks: int
+    library: ctypes.CDLL,
+    lengths: tuple[int, ...],
+    num_parts: tuple[int, ...],
+    group: int,
+    num_blocks: int,
+    is_lone: bool,
 ) -> None:
     """The cache holds NaN wherever no request has a key or a value. With 7 parts, some have no tiles."""
     rng = np.random.default_rng(group)
@@ -60,7 +66,7 @@ def test_attention_is_the_float64_computation(
     unmerged = np.full((len(plan_array), KV_HEADS, group, HEAD_DIM + 4), np.nan, np.float32)
     arrived, claims = np.zeros((num_requests, KV_HEADS), np.int32), np.array([0, 77], np.int32)
     arrays = [address(array) for array in (q, cache, pages, plan_array, out, unmerged, arrived, claims)]
-    sizes = (len(plan_array), KV_HEADS, group, PAGE_SIZE, max_pages, cache.size // HEAD_DIM, num_blocks)
+    sizes = (len(plan_array), KV_HEADS, group, PAGE_SIZE, max_pages, cache.size // HEAD_DIM, num_blocks, is_lone)
     library.attend(*arrays, *sizes, ctypes.c_float(HEAD_DIM**-0.5 * math.log2(math.e)))
     error = np.linalg.norm(out.astype(np.float64) - expected, axis=-1)
     assert (error <= 0.01 * np.linalg.norm(expected, axis=-1)).all()

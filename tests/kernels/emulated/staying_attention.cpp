@@ -8,10 +8,31 @@ alignas(1024) uint8_t memory[kSharedBytes];
 
 using namespace meshserve;
 
+template <int kWarps>
+void run(const CUtensorMap& pages, const StayingArgs& args, int num_blocks) {
+  Block state(32 * kWarps);
+  shared_base = memory;
+  CudaThreads threads(threadIdx, blockIdx, gridDim, block);
+  for (unsigned t = 0; t < 32 * kWarps; ++t) {
+    threads.emplace_back([&, t] {
+      threadIdx = {t};
+      block = &state;
+      gridDim = {static_cast<unsigned>(num_blocks), 1, 1};
+      for (unsigned number = 0; number < gridDim.x; ++number) {
+        blockIdx = {number, 0, 0};
+        __syncthreads();
+        if (t == 0) std::memset(memory, 0xFF, kSharedBytes);  // NaN: nothing may be read before it is written
+        __syncthreads();
+        staying_attention_kernel<kWarps>(pages, args);
+      }
+    });
+  }
+}
+
 // The cache is one layer [P, K, 2, S, 128] of `rows` rows. `plan` is [num_clusters, 4].
 extern "C" void attend(const bf16* q, const uint8_t* cache, const int* page_table, const PlannedPart* plan, bf16* out,
                        float* unmerged, int* arrived, int* claims, int num_clusters, int kv_heads, int group,
-                       int page_size, int max_pages, int rows, int num_blocks, float scale_log2) {
+                       int page_size, int max_pages, int rows, int num_blocks, int is_lone, float scale_log2) {
   StayingArgs args = {};
   args.q = q;
   args.page_table = page_table;
@@ -28,22 +49,6 @@ extern "C" void attend(const bf16* q, const uint8_t* cache, const int* page_tabl
   args.claims = claims;
   args.next_claims = claims + 1;
   const CUtensorMap pages = {cache, {64, rows, 2}, {64, kProductTokens, 2}, 2};
-  args.stages = kStayingStages;
-  Block state(32 * kStayingWarps);
-  shared_base = memory;
-  CudaThreads threads(threadIdx, blockIdx, gridDim, block);
-  for (unsigned t = 0; t < 32 * kStayingWarps; ++t) {
-    threads.emplace_back([&, t] {
-      threadIdx = {t};
-      block = &state;
-      gridDim = {static_cast<unsigned>(num_blocks), 1, 1};
-      for (unsigned number = 0; number < gridDim.x; ++number) {
-        blockIdx = {number, 0, 0};
-        __syncthreads();
-        if (t == 0) std::memset(memory, 0xFF, kSharedBytes);  // NaN: nothing may be read before it is written
-        __syncthreads();
-        staying_attention_kernel<kStayingWarps>(pages, args);
-      }
-    });
-  }
+  args.stages = is_lone ? kLoneStages : kStayingStages;
+  is_lone ? run<kLoneWarps>(pages, args, num_blocks) : run<kStayingWarps>(pages, args, num_blocks);
 }
