@@ -172,8 +172,8 @@ struct ArrangeArgs {
   int* counts;          // [chunks, kMaxExperts]
   int* first;       // [kMaxExperts + 1]: place of each expert's first choice; the last entry is the number of places
   int* places;      // [T, k]: of each choice, -1 if it is not computed here
-  int* token_of;    // of each place
   float* share_of;  // of each place
+  int* num_taken;   // [2]: written zeros, for the kernels of gate_up and down
   int num_tokens, num_chosen, num_experts;
 };
 
@@ -211,6 +211,7 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__
   choices.first[expert] = before + earlier;
   if (blockIdx.x == 0) {
     args.first[expert] = before;
+    if (expert < 2) args.num_taken[expert] = 0;
     if (expert == kMaxExperts - 1) args.first[kMaxExperts] = before + all;
   }
   __syncthreads();
@@ -220,7 +221,6 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__
     int place = -1;
     if (chosen >= 0 && chosen < args.num_experts) {
       place = choices.first[chosen] + rank_of(choices, chosen, token);
-      args.token_of[place] = blockIdx.x * kMaxTokens + token;
       args.share_of[place] = args.shares[first_choice + i];
     }
     args.places[first_choice + i] = place;

@@ -10,16 +10,16 @@ namespace experts {
 // ---- normed tokens -------------------------------------------------------------------------------------------------
 // Tokens in the order that the weights need, with a finished RMSNorm, each at some places.
 struct GatherRowsArgs {
-  const bf16* x;        // [T, D]
-  const int* token_of;  // of each place
-  const int* num_places;
-  void* rows;     // [places, D]: bf16, or for 8-bit weights e4m3
-  float* scales;  // of e4m3 [D / 128, stride]
+  const bf16* x;      // [T, D]
+  const int* places;  // of each choice [T, k]
+  void* rows;         // [places, D]: bf16, or for 8-bit weights e4m3
+  float* scales;      // of e4m3 [D / 128, stride]
   int stride;
   const float* sums;  // of squares of the tokens [T, norm_tiles]; null: x is normed
   int norm_tiles;
   float inverse_dim, epsilon;
-  int columns;
+  int num_tokens, num_chosen, columns;
+  int token_warps;  // that copy a token, each to some of its places
   bool is_ordered;  // whether x has that order already
 };
 
@@ -28,8 +28,14 @@ __device__ __forceinline__ uint2 times(uint2 v, float factor) {
   return make_uint2(pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor));
 }
 
+// 8 columns of a token as they are stored: bf16, or e4m3 numbers in the first two words, and their scale.
+struct StoredColumns {
+  uint4 words;
+  float scale;
+};
+
 // Rounds 8 of a row's columns to e4m3, with a scale for the 128 columns that 16 lanes have.
-__device__ __forceinline__ void round_columns(const GatherRowsArgs& args, int first, uint4 v, size_t place) {
+__device__ __forceinline__ StoredColumns round_columns(uint4 v, bool is_ordered) {
   const float4 low = unpack_bf16(make_uint2(v.x, v.y)), high = unpack_bf16(make_uint2(v.z, v.w));
   const float most = fmaxf(fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(low.z), fabsf(low.w))),
                            fmaxf(fmaxf(fabsf(high.x), fabsf(high.y)), fmaxf(fabsf(high.z), fabsf(high.w))));
@@ -39,28 +45,36 @@ __device__ __forceinline__ void round_columns(const GatherRowsArgs& args, int fi
   };
   uint2 numbers =
       make_uint2(pair(low.x, low.y) | pair(low.z, low.w) << 16, pair(high.x, high.y) | pair(high.z, high.w) << 16);
-  if (args.is_ordered) {  // an even lane has the even columns of 16, the next lane the odd ones
+  if (is_ordered) {  // an even lane has the even columns of 16, the next lane the odd ones
     const bool is_odd = threadIdx.x % 2 == 1;
     const uint32_t other = __shfl_xor_sync(0xffffffffu, is_odd ? numbers.x : numbers.y, 1);
     const uint32_t even = is_odd ? other : numbers.x, odd = is_odd ? numbers.y : other;
     numbers = make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
   }
-  if (first >= args.columns) return;
-  *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args.rows) + place * args.columns + first) = numbers;
-  if (first % 128 == 0) args.scales[static_cast<size_t>(first / 128) * args.stride + place] = scale;
+  return {make_uint4(numbers.x, numbers.y, 0, 0), scale};
 }
 
-// Stores columns 8 * vector to + 7 of a row, which are `v` before the norm's `factor`. All lanes of a warp call it,
-// with consecutive vectors.
+// Returns 8 columns of a row, which are `v` before the norm's `factor`. All lanes of a warp call it, with consecutive
+// columns.
 template <class W>
-__device__ __forceinline__ void store_normed(const GatherRowsArgs& args, int vector, uint4 v, float factor,
-                                             size_t place) {
+__device__ __forceinline__ StoredColumns normed_columns(const GatherRowsArgs& args, uint4 v, float factor) {
   const uint2 low = times(make_uint2(v.x, v.y), factor), high = times(make_uint2(v.z, v.w), factor);
   const uint4 normed = make_uint4(low.x, low.y, high.x, high.y);
+  if constexpr (W::kIsQuantised) return round_columns(normed, args.is_ordered);
+  return {normed, 1.0f};
+}
+
+// Stores them as columns 8 * vector to + 7 of a place.
+template <class W>
+__device__ __forceinline__ void store_columns(const GatherRowsArgs& args, int vector, const StoredColumns& columns,
+                                              size_t place) {
+  const uint4 v = columns.words;
+  if (vector >= args.columns / 8) return;
   if constexpr (W::kIsQuantised) {
-    round_columns(args, 8 * vector, normed, place);
-  } else if (vector < args.columns / 8) {
-    static_cast<uint4*>(args.rows)[place * (args.columns / 8) + vector] = normed;
+    static_cast<uint2*>(args.rows)[place * (args.columns / 8) + vector] = make_uint2(v.x, v.y);
+    if (vector % 16 == 0) args.scales[static_cast<size_t>(vector / 16) * args.stride + place] = columns.scale;
+  } else {
+    static_cast<uint4*>(args.rows)[place * (args.columns / 8) + vector] = v;
   }
 }
 
@@ -206,7 +220,8 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int warp_first = first + 32 * (warp - 1) + kStride * i;
-        if (warp_first < args.columns / 8) store_normed<W>(args.normed, warp_first + lane, normed[i], factor, chooser);
+        if (warp_first >= args.columns / 8) continue;
+        store_columns<W>(args.normed, warp_first + lane, normed_columns<W>(args.normed, normed[i], factor), chooser);
       }
     }
     return;
@@ -224,7 +239,6 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
 }
 
 // ---- tokens in order of their experts ----------------------------------------------------------------------------
-// Copies each token to the places of its choices, a warp a place.
 // A row of x on its way from memory.
 struct RowInFlight {
   static constexpr int kVectors = 8;  // of 8 columns, of a lane, at a time
@@ -244,33 +258,43 @@ struct RowInFlight {
     if (args.sums != nullptr) squares = lane_squares(args.sums + token * args.norm_tiles, args.norm_tiles);
   }
 
-  // Stores the row, loading more of it where it is longer.
-  template <class W>
-  __device__ __forceinline__ void store(const GatherRowsArgs& args, size_t token, size_t place) {
-    const float scale = args.sums == nullptr ? 1.0f : inverse_rms_of(squares, args.inverse_dim, args.epsilon);
+  // Stores the row at places, loading more of it where it is longer. `for_places(use)` calls `use(place)` for each.
+  template <class W, class ForPlaces>
+  __device__ __forceinline__ void store(const GatherRowsArgs& args, size_t token, ForPlaces for_places) {
+    const float factor = args.sums == nullptr ? 1.0f : inverse_rms_of(squares, args.inverse_dim, args.epsilon);
     const int num_vectors = args.columns / 8;
 #pragma unroll 1
     for (int first = 0; first < num_vectors; first += 32 * kVectors) {
       if (first > 0) load(args, token, first);
+      StoredColumns columns[kVectors];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (first + 32 * i >= num_vectors) break;
-        const int vector = first + 32 * i + threadIdx.x % 32;
-        store_normed<W>(args, vector, vectors[i], scale, place);
-      }
+      for (int i = 0; i < kVectors; ++i) columns[i] = normed_columns<W>(args, vectors[i], factor);
+      for_places([&](size_t place) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          store_columns<W>(args, first + 32 * i + threadIdx.x % 32, columns[i], place);
+        }
+      });
     }
   }
 };
 
+// Copies each token to the places of its choices.
 template <class W>
-__global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_constant__ GatherRowsArgs args) {
+__global__ void __launch_bounds__(kThreads) scatter_rows_kernel(const __grid_constant__ GatherRowsArgs args) {
   let_next_kernel_start();
+  const int warp = blockIdx.x * kWarps + threadIdx.x / 32, token = warp / args.token_warps;
+  if (token >= args.num_tokens) return;
   wait_for_previous_kernel();
-  const int num_places = *args.num_places;
-  for (int place = blockIdx.x * kWarps + threadIdx.x / 32; place < num_places; place += gridDim.x * kWarps) {
-    const int token = args.token_of[place];
-    RowInFlight(args, token).template store<W>(args, token, place);
-  }
+  RowInFlight row(args, token);
+  const int* places = args.places + token * args.num_chosen;
+  row.template store<W>(args, token, [&](auto use) {
+#pragma unroll 1
+    for (int j = warp % args.token_warps; j < args.num_chosen; j += args.token_warps) {
+      const int place = places[j];
+      if (place >= 0) use(place);
+    }
+  });
 }
 
 // The same for a step of at most kMaxTokens tokens, a block a token, which also finds the places of its choices.
@@ -290,6 +314,7 @@ __global__ void __launch_bounds__(kThreads)
   choices.first[expert] = before;
   if (blockIdx.x == 0) {
     args.first[expert] = before;
+    if (expert < 2) args.num_taken[expert] = 0;
     if (expert == kMaxExperts - 1) args.first[kMaxExperts] = before + count;
   }
   __syncthreads();
@@ -301,7 +326,7 @@ __global__ void __launch_bounds__(kThreads)
       args.places[choice] = place;
       if (is_here) args.share_of[place] = args.shares[choice];
     }
-    if (is_here) row.template store<W>(rows, token, place);
+    if (is_here) row.template store<W>(rows, token, [&](auto use) { use(place); });
   }
 }
 
@@ -374,6 +399,46 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
                        make_float4(x.x * g.x, x.y * g.y, x.z * g.z, x.w * g.w));
   const float squares = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
   if (lane == 0) args.sums_out[item] = squares;
+}
+
+// The same for a step of many tokens, without shares and a next norm: a warp a token, 16 bytes a lane.
+template <class W>
+__global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constant__ CombineArgs args) {
+  constexpr int kTogether = 8;  // rows in flight
+  let_next_kernel_start();
+  const int token = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (token >= args.num_tokens) return;
+  const int* places = args.places + token * args.num_chosen;
+  int found[kTogether];
+#pragma unroll
+  for (int u = 0; u < kTogether; ++u) found[u] = u < args.num_chosen ? __ldcg(places + u) : -1;
+  wait_for_previous_kernel();
+  const size_t at = static_cast<size_t>(token) * args.columns;
+#pragma unroll 1
+  for (int column = 8 * lane; column < args.columns; column += 256) {
+    float4 low = {}, high = {};
+    auto add_up = [&](uint4 v) {
+      low = add(low, unpack_bf16(make_uint2(v.x, v.y)));
+      high = add(high, unpack_bf16(make_uint2(v.z, v.w)));
+    };
+    if (args.residual != nullptr) add_up(__ldcg(reinterpret_cast<const uint4*>(args.residual + at + column)));
+    uint4 rows[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const bf16* row = args.rows + static_cast<size_t>(max(found[u], 0)) * args.columns + column;
+      rows[u] = __ldcs(reinterpret_cast<const uint4*>(row));  // without a branch, so that all are in flight
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) add_up(found[u] >= 0 ? rows[u] : make_uint4(0, 0, 0, 0));
+#pragma unroll 1
+    for (int j = kTogether; j < args.num_chosen; ++j) {
+      const int place = places[j];
+      if (place < 0) continue;
+      add_up(*reinterpret_cast<const uint4*>(args.rows + static_cast<size_t>(place) * args.columns + column));
+    }
+    *reinterpret_cast<uint4*>(args.out + at + column) = make_uint4(
+        pack_bf16(low.x, low.y), pack_bf16(low.z, low.w), pack_bf16(high.x, high.y), pack_bf16(high.z, high.w));
+  }
 }
 
 }  // namespace experts

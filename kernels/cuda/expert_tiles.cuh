@@ -2,16 +2,16 @@
 //
 // The tokens lie in order of their experts, so a tile's are consecutive rows; only an expert's last tile is not full.
 // Of its rows, only the boxes that hold tokens of the expert are fetched, and what is computed beyond them is not
-// stored. Persistent blocks take tiles of equal work in turn:
+// stored. Blocks take tiles as they get ready for them, in pairs or alone (expert_items.cuh):
 //   warpgroup 0      one thread fetches boxes of tokens and [256, 64] of weights with the bulk tensor copy engine, also
-//                    of the next tiles, into a ring of stages
+//                    of the next tiles, into a ring of stages, which the warps of both blocks of a pair free
 //   warpgroups 1, 2  64 tokens each; they do not wait for each other, so one multiplies while the other stores. One
 //                    without tokens does not multiply
 // The second kernel, down, finds its tiles and fetches its first weights while the first one still runs.
 // gate_up: the weights are 128 rows of gate and the same 128 of up, so that a thread gets both for a token; stores
 // share * silu(gate) * up. down: 256 rows.
 #pragma once
-#include "expert_choices.cuh"
+#include "expert_items.cuh"
 #include "wgmma_registers.cuh"
 
 namespace meshserve {
@@ -26,16 +26,17 @@ struct TilesArgs {
   const int* first;       // [kMaxExperts + 1]: of each expert's tokens
   const float* share_of;  // of each place
   bf16* out;              // [places, rows]
-  int num_experts, rows, columns;
-  int box_tokens;    // tokens of a copy: a divisor of kTileTokens, and a multiple of 8
+  int* num_taken;         // items that blocks have asked for; zero at first
+  int rows, columns;
+  int box_tokens;    // tokens of a copy: a divisor of 64, and a multiple of 8
   int first_matrix;  // of the layer in the map of the weights: an expert is one matrix [rows, columns], or two
 };
 
 struct TilesMemory {
   uint8_t ring[kTileStages][kTileStageBytes];
   uint64_t full[kTileStages], empty[kTileStages];
-  int first_tile[kMaxExperts + 1], first_token[kMaxExperts + 1];
-  int totals[kWarps];
+  int item[kTileStages];  // to which a stage belongs, -1 after the last one
+  ItemsMemory items;
 };
 
 struct ExpertTile {
@@ -81,80 +82,104 @@ __device__ __forceinline__ uint4 transpose_quad(uint4 v, int i) {
   return i / 2 ? make_uint4(low, high, v.z, v.w) : make_uint4(v.x, v.y, low, high);
 }
 
-template <bool kIsDown>
+// kBlocks: of a cluster.
+template <bool kIsDown, int kBlocks>
 __global__ void __launch_bounds__(kTileThreads, 1)
     tiles_kernel(const __grid_constant__ CUtensorMap input, const __grid_constant__ CUtensorMap weights,
                  const __grid_constant__ TilesArgs args) {
   constexpr int kRows = kIsDown ? kTileWeights : kTileWeights / 2;  // of the output, of a tile
   extern __shared__ __align__(1024) uint8_t shared[];
   TilesMemory& memory = *reinterpret_cast<TilesMemory*>(shared);
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, rank = blockIdx.x % kBlocks;
   const uint32_t full = shared_address(memory.full), empty = shared_address(memory.empty);
   if (threadIdx.x == 0) {
     prefetch_map(&input);
     prefetch_map(&weights);
     for (int s = 0; s < kTileStages; ++s) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 8);  // compute warps
+      barrier_init(empty + 8 * s, 8 * kBlocks);  // compute warps
     }
+    Items<kBlocks>::init(memory.items);
     barrier_init_fence();
   }
+  if (kBlocks > 1) cluster_arrive();
   if (kIsDown) {  // gate_up lets it start when `first` has been written
     let_next_kernel_start();
   } else {
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
-  const int all_tiles = count_tiles<kTileTokens>(memory, args.first, (args.rows + kRows - 1) / kRows);
+  const int row_tiles = (args.rows + kRows - 1) / kRows;
+  const int all_items = count_items<kBlocks>(memory.items, args.first, row_tiles);
   const int blocks = (args.columns + kTileColumns - 1) / kTileColumns;
-  ExpertTile at;
+  ItemTile at;
+  if (kBlocks > 1) cluster_wait();  // the other block's barriers are ready
 
   if (warp < 4) {
     give_up_registers<kFetchRegisters>();
     if (warp == 0 && lane == 0) {
       const uint32_t box_bytes = args.box_tokens * kTileColumns * 2;
-      auto fetch_weights = [&](int k, int stage) {
+      constexpr uint32_t kHalfBytes = kWeightBytes / 2;
+      Items<kBlocks> items(memory.items, args.num_taken);
+      auto fetch_weights = [&](int k, int stage, int boxes) {
         const int matrix = args.first_matrix + (kIsDown ? at.expert : 2 * at.expert);
         const uint32_t to = shared_address(memory.ring[stage]) + kTokenBytes, barrier = full + 8 * stage;
-        copy_box(to, &weights, k * kTileColumns, at.row, matrix, barrier);
-        copy_box(to + kWeightBytes / 2, &weights, k * kTileColumns, kIsDown ? at.row + kTileWeights / 2 : at.row,
-                 kIsDown ? matrix : matrix + 1, barrier);
+        barrier_expect_bytes(barrier, kWeightBytes + boxes * box_bytes);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = at.row + (kIsDown ? i * kTileWeights / 2 : 0);
+          if (kBlocks > 1 && at.shares_weights && i != rank) continue;
+          fetch_box(kBlocks > 1 && at.shares_weights, to + i * kHalfBytes, &weights, k * kTileColumns, row,
+                    matrix + (kIsDown ? 0 : i), barrier);
+        }
       };
       auto fetch_tokens = [&](int k, int stage, int boxes) {
-        uint32_t to = shared_address(memory.ring[stage]);
-        for (int i = 0; i < boxes; ++i, to += box_bytes) {
-          copy_box(to, &input, k * kTileColumns, at.token + i * args.box_tokens, 0, full + 8 * stage);
+        const uint32_t to = shared_address(memory.ring[stage]), barrier = full + 8 * stage;
+        const bool is_shared = kBlocks > 1 && !at.shares_weights;
+        for (int i = is_shared ? rank : 0; i < boxes; i += is_shared ? kBlocks : 1) {
+          fetch_box(is_shared, to + i * box_bytes, &input, k * kTileColumns, at.token + i * args.box_tokens, 0,
+                    barrier);
         }
       };
       int stage = 0;
       uint32_t parity = 1;
       bool is_waiting = kIsDown;
+      auto advance = [&] {
+        if (++stage == kTileStages) stage = 0, parity ^= 1;
+      };
 #pragma unroll 1
-      for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-        find_tile<kTileTokens>(memory, tile, kRows, &at);
-        const int boxes = (min(kTileTokens, at.last_token - at.token) + args.box_tokens - 1) / args.box_tokens;
+      for (int item = items.first(); item < all_items; item = items.next()) {
+        items.ask();
+        find_item<kBlocks>(memory.items, item, row_tiles, kRows, &at);
+        const int boxes = (at.num_tokens + args.box_tokens - 1) / args.box_tokens;
         const int ahead =
             is_waiting ? min(kTileStages, blocks) : 0;  // stages whose weights are fetched before the wait
 #pragma unroll 1
         for (int k = 0; k < ahead; ++k) {
-          barrier_expect_bytes(full + 8 * k, kWeightBytes + boxes * box_bytes);
-          fetch_weights(k, k);
+          memory.item[k] = item;
+          fetch_weights(k, k, boxes);
         }
         if (is_waiting) wait_for_previous_kernel();
         is_waiting = false;
+        const int sending = min(kTileStages, blocks - 1);
 #pragma unroll 1
         for (int k = 0; k < blocks; ++k) {
           if (k >= ahead) {
             barrier_wait(empty + 8 * stage, parity);
-            barrier_expect_bytes(full + 8 * stage, kWeightBytes + boxes * box_bytes);
-            fetch_weights(k, stage);
+            memory.item[stage] = item;
+            fetch_weights(k, stage, boxes);
           }
           fetch_tokens(k, stage, boxes);
-          if (++stage == kTileStages) stage = 0, parity ^= 1;
+          if (k == sending) items.send();
+          advance();
         }
       }
       if (is_waiting) wait_for_previous_kernel();
+      barrier_wait(empty + 8 * stage, parity);
+      memory.item[stage] = -1;
+      barrier_arrive(full + 8 * stage);
     }
+    if (kBlocks > 1) cluster_sync();  // the other block's copies and arrivals have been received
     return;
   }
 
@@ -163,14 +188,18 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-    find_tile<kTileTokens>(memory, tile, kRows, &at);
-    if (at.token + 64 * group >= at.last_token) {  // no tokens: only frees the stages
+  for (;;) {
+    barrier_wait(full + 8 * stage, parity);
+    const int item = memory.item[stage];
+    if (item < 0) break;
+    find_item<kBlocks>(memory.items, item, row_tiles, kRows, &at);
+    const int last_token = at.token + at.num_tokens;
+    if (at.is_void || 64 * group >= at.num_tokens) {  // nothing to compute: only frees the stages
 #pragma unroll 1
       for (int k = 0; k < blocks; ++k) {
         barrier_wait(full + 8 * stage, parity);
         __syncwarp();  // no lane may miss this phase
-        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        free_stage<kBlocks>(empty + 8 * stage);
         if (++stage == kTileStages) stage = 0, parity ^= 1;
       }
       continue;
@@ -187,20 +216,20 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       for (int i = 0; i < kTileColumns / 16; ++i) wgmma_64x256(c, a + 2 * i, b + 2 * i, k + i > 0);
       wgmma_commit();
       wgmma_wait<1>();
-      if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+      if (previous >= 0) free_stage<kBlocks>(empty + 8 * previous);
       previous = stage;
       if (++stage == kTileStages) stage = 0, parity ^= 1;
     }
     wgmma_wait<0>();
     keep_in_place(c);
-    if (lane == 0) barrier_arrive(empty + 8 * previous);
+    free_stage<kBlocks>(empty + 8 * previous);
 
     // A lane's 2 columns of 8 in each of 4 groups become all 8 columns of one group: 16 bytes.
     const int quad = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = at.token + 64 * group + 16 * (warp % 4) + lane / 4 + 8 * half;
-      const bool is_token = token < at.last_token;
+      const bool is_token = token < last_token;
       const float share = !kIsDown && is_token ? args.share_of[token] : 0.0f;
       bf16* to = args.out + static_cast<size_t>(is_token ? token : 0) * args.rows + at.row + 8 * quad;
       const int rows_left = args.rows - at.row - 8 * quad;
@@ -225,6 +254,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       }
     }
   }
+  if (kBlocks > 1) cluster_sync();
 }
 
 }  // namespace experts

@@ -24,11 +24,13 @@ struct ExpertShapes {
 // The most tokens that an expert may have on average for narrow tiles.
 template <class W>
 constexpr int kMostNarrowTokens = W::kIsQuantised ? 48 : 8;
+constexpr int kLeastPairTokens = 96;    // of an expert on average, for tiles by pairs of blocks
+constexpr int kLeastManyTokens = 2048;  // of a step, for which a warp takes a whole token at the order and the sums
 
 // Intermediate results, all in one buffer.
 struct ExpertScratch {
   bf16 *activated, *rows;  // [choices, F], [choices, D]: tokens in order of their experts, then the experts' results
-  int *places, *counts, *first, *token_of, *experts;
+  int *places, *counts, *first, *experts, *num_taken;
   float *share_of, *shares, *sums, *scores;
   float *row_scales, *activated_scales;  // of e4m3 `rows` and `activated` [D / 128, stride], [F / 128, stride]
 
@@ -50,7 +52,7 @@ struct ExpertScratch {
     take(places, choices);
     take(counts, static_cast<size_t>(s.chunks()) * kMaxExperts);
     take(first, kMaxExperts + 1);
-    take(token_of, choices);
+    take(num_taken, 2);
     take(share_of, choices);
     take(experts, choices);
     take(shares, choices);
@@ -319,19 +321,24 @@ class Launcher {
       TilesArgs args = {};
       args.first = scratch_.first;
       args.share_of = scratch_.share_of;
-      args.num_experts = shapes_.experts;
       args.out = scratch_.activated;
+      args.num_taken = scratch_.num_taken;
       args.rows = shapes_.mlp;
       args.columns = shapes_.embed;
       // Small boxes where experts have few tokens: otherwise most of what is fetched is not theirs.
-      args.box_tokens = shapes_.choices() < 32 * shapes_.experts ? 16 : kTileTokens;
+      args.box_tokens = shapes_.choices() < 32 * shapes_.experts ? 16 : kHalfTokens;
       args.first_matrix = layer * 2 * shapes_.experts;
-      tiles<false>("expert gate_up", scratch_.rows, call.gate_up, 2 * layers * shapes_.experts, args);
+      const int matrices = layers * shapes_.experts;
+      const bool has_pairs = mean_tokens() >= kLeastPairTokens;
+      has_pairs ? tiles<false, kPair>("expert gate_up", scratch_.rows, call.gate_up, 2 * matrices, args)
+                : tiles<false, 1>("expert gate_up", scratch_.rows, call.gate_up, 2 * matrices, args);
       args.out = scratch_.rows;  // the tokens are not needed any more
+      args.num_taken = scratch_.num_taken + 1;
       args.rows = shapes_.embed;
       args.columns = shapes_.mlp;
       args.first_matrix = layer * shapes_.experts;
-      tiles<true>("expert down", scratch_.activated, call.down, layers * shapes_.experts, args);
+      has_pairs ? tiles<true, kPair>("expert down", scratch_.activated, call.down, matrices, args)
+                : tiles<true, 1>("expert down", scratch_.activated, call.down, matrices, args);
     }
   }
 
@@ -343,16 +350,15 @@ class Launcher {
     arrange.counts = scratch_.counts;
     arrange.first = scratch_.first;
     arrange.places = scratch_.places;
-    arrange.token_of = scratch_.token_of;
     arrange.share_of = scratch_.share_of;
+    arrange.num_taken = scratch_.num_taken;
     arrange.num_tokens = shapes_.tokens;
     arrange.num_chosen = shapes_.chosen;
     arrange.num_experts = shapes_.experts;
     GatherRowsArgs gather = {};
     gather.x = call.x;
     gather.is_ordered = call.is_ordered;
-    gather.token_of = scratch_.token_of;
-    gather.num_places = scratch_.first + kMaxExperts;
+    gather.places = scratch_.places;
     gather.rows = scratch_.rows;
     gather.scales = scratch_.row_scales;
     gather.stride = shapes_.stride();
@@ -360,8 +366,10 @@ class Launcher {
     gather.norm_tiles = shapes_.embed / kTileRows;
     gather.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
     gather.epsilon = call.epsilon;
+    gather.num_tokens = shapes_.tokens;
+    gather.num_chosen = shapes_.chosen;
     gather.columns = shapes_.embed;
-    const dim3 chunks(shapes_.chunks()), blocks(std::min(shapes_.choices(), 8 * kWarps * kMultiprocessors));
+    const dim3 chunks(shapes_.chunks());
     if (chunks.x == 1) {
       step_.launch("expert place", place_and_gather_kernel<W>, dim3(shapes_.tokens), kThreads, sizeof(Choices), 1,
                    arrange, gather);
@@ -369,11 +377,12 @@ class Launcher {
     }
     step_.launch("expert count", count_kernel<W>, chunks, kThreads, sizeof(Choices), 1, arrange);
     step_.launch("expert place", place_kernel<W>, chunks, kThreads, sizeof(Choices), 1, arrange);
-    step_.launch("expert gather", gather_rows_kernel<W>, dim3((blocks.x + kWarps - 1) / kWarps), kThreads, 0, 1,
-                 gather);
+    gather.token_warps = shapes_.tokens >= kLeastManyTokens ? 1 : kWarps;
+    const int warps = shapes_.tokens * gather.token_warps;
+    step_.launch("expert scatter", scatter_rows_kernel<W>, dim3((warps + kWarps - 1) / kWarps), kThreads, 0, 1, gather);
   }
 
-  template <bool kIsDown>
+  template <bool kIsDown, int kBlocks>
   void tiles(const char* name, const bf16* input, const bf16* weights, int matrices, const TilesArgs& args) {
     const cuuint64_t row_bytes = static_cast<cuuint64_t>(args.columns) * sizeof(bf16);
     const cuuint64_t columns = args.columns, places = shapes_.choices(), rows = args.rows;
@@ -387,8 +396,8 @@ class Launcher {
         !step_.encode(&weights_map, weights, sizes, strides, box)) {
       return;
     }
-    step_.launch(name, tiles_kernel<kIsDown>, dim3(kMultiprocessors), kTileThreads, sizeof(TilesMemory), 1, input_map,
-                 weights_map, args);
+    step_.launch(name, tiles_kernel<kIsDown, kBlocks>, dim3(kMultiprocessors), kTileThreads, sizeof(TilesMemory),
+                 kBlocks, input_map, weights_map, args);
   }
 
   void combine(const ExpertCall<W>& call, const float* shares) {
@@ -404,6 +413,11 @@ class Launcher {
     args.num_tokens = shapes_.tokens;
     args.num_chosen = shapes_.chosen;
     args.columns = shapes_.embed;
+    if (shapes_.tokens >= kLeastManyTokens && shares == nullptr && call.next_gain == nullptr) {
+      step_.launch("expert sums", sum_rows_kernel<W>, dim3((shapes_.tokens + kWarps - 1) / kWarps), kThreads, 0, 1,
+                   args);
+      return;
+    }
     const int warps = shapes_.tokens * (shapes_.embed / 128);
     step_.launch("expert sums", combine_kernel<Taken<P>>, dim3((warps + kWarps - 1) / kWarps), kThreads, 0, 1, args);
   }
@@ -515,14 +529,17 @@ std::vector<const void*> kernels_of() {
     add_projections_of<Epilogue::kQkv, RoutedFp8Weights>(kernels);
     add_projections_of<Epilogue::kResidual, RoutedFp8Weights>(kernels);
   } else {
-    add(tiles_kernel<false>);
-    add(tiles_kernel<true>);
+    add(tiles_kernel<false, 1>);
+    add(tiles_kernel<true, 1>);
+    add(tiles_kernel<false, kPair>);
+    add(tiles_kernel<true, kPair>);
   }
   add(count_kernel<W>);
   add(place_kernel<W>);
-  add(gather_rows_kernel<W>);
+  add(scatter_rows_kernel<W>);
   add(place_and_gather_kernel<W>);
   add(combine_kernel<W>);
+  add(sum_rows_kernel<W>);
   add(router_kernel<W>);
   add(projection_kernel<width_of(kFewTokens), Epilogue::kRouted, W>);
   return kernels;

@@ -110,6 +110,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(matrix)
       : "memory");
 }
+// The same to both blocks of a cluster, at the same place of their shared memory; each block's barrier counts the
+// bytes.
+__device__ __forceinline__ void copy_box_to_pair(uint32_t to, const CUtensorMap* map, int column, int row, int matrix,
+                                                 uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(matrix), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
 // Copies consecutive bytes, a multiple of 16.
 __device__ __forceinline__ void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -178,6 +188,11 @@ __device__ __forceinline__ uint32_t address_in_cluster(uint32_t address, uint32_
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
+}
+// Arrives at a barrier of a block of the cluster, to say that it has read shared memory. A release at cluster scope
+// would wait for all of the thread's writes to global memory.
+__device__ __forceinline__ void barrier_arrive_in_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
   float4 v;

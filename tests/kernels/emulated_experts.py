@@ -31,11 +31,11 @@ class GatherArgs(ctypes.Structure):
     """Mirrors the struct in expert_router.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "token_of", "num_places", "rows", "scales")),
+        *((name, ctypes.c_void_p) for name in ("x", "places", "rows", "scales")),
         ("stride", ctypes.c_int),
         ("sums", ctypes.c_void_p),
         *NORM,
-        ("columns", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "columns", "token_warps")),
         ("is_ordered", ctypes.c_bool),
     ]
 
@@ -114,12 +114,13 @@ def tensor_map(array: np.ndarray, sizes: tuple[int, int, int], rows: int) -> Ten
 def compiled(folder: Path) -> ctypes.CDLL:
     sources = (
         "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_parts.cuh", "expert_rings.cuh",
-        "router_part.cuh", "rounding.cuh", "expert_tiles.cuh", "expert_narrow_tiles.cuh", "expert_fp8_tiles.cuh",
-        "expert_single.cuh", "expert_router.cuh",
+        "router_part.cuh", "rounding.cuh", "expert_items.cuh", "expert_tiles.cuh", "expert_narrow_tiles.cuh",
+        "expert_fp8_tiles.cuh", "expert_single.cuh", "expert_router.cuh",
     )  # fmt: skip
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
-    memory = "*reinterpret_cast<RouterMemory*>({})"
-    replaced = [(memory.format("shared_rows"), memory.format("of_block(shared_rows)"))]
+    of_clusters = (("RouterMemory", "shared_rows"), ("TilesMemory", "shared"))
+    memory = "*reinterpret_cast<{}*>({})"
+    replaced = [(memory.format(kind, name), memory.format(kind, f"of_block({name})")) for kind, name in of_clusters]
     return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, replaced=replaced, flags=flags)
 
 

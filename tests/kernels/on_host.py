@@ -24,16 +24,16 @@ def compiled(
 ) -> ctypes.CDLL:
     """Builds the program of tests/kernels/`stand_ins` with the sources `kernels` of kernels/cuda, in an empty folder.
 
-    `replaced` lists (old, new) texts in the last source; each old text must occur there exactly once.
+    `replaced` lists (old, new) texts; each old text must occur exactly once in the sources.
     """
     assert COMPILER is not None
     for source in (Path(__file__).parent / stand_ins).iterdir():
         shutil.copy(source, folder)
-    for kernel in kernels:
-        text = (build.SOURCES / kernel).read_text()
-        for old, new in replaced if kernel == kernels[-1] else ():
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
+    texts = {kernel: (build.SOURCES / kernel).read_text() for kernel in kernels}
+    for old, new in replaced:
+        assert sum(text.count(old) for text in texts.values()) == 1, old
+        texts = {kernel: text.replace(old, new) for kernel, text in texts.items()}
+    for kernel, text in texts.items():
         (folder / kernel).write_text(text)
     library = folder / "program.so"
     numbers = str(Path(__file__).parent / "emulated_numbers")

@@ -25,8 +25,8 @@ class TilesArgs(ctypes.Structure):
     """Mirrors the struct in expert_tiles.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("first", "share_of", "out")),
-        *((name, ctypes.c_int) for name in ("num_experts", "rows", "columns", "box_tokens", "first_matrix")),
+        *((name, ctypes.c_void_p) for name in ("first", "share_of", "out", "num_taken")),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "box_tokens", "first_matrix")),
     ]
 
 
@@ -49,14 +49,20 @@ def first_places(counts: np.ndarray) -> np.ndarray:
     return first
 
 
-@pytest.mark.parametrize(("box_tokens", "blocks"), [(16, 2), (128, 3)])
-def test_tiles_are_the_float64_product(library: ctypes.CDLL, box_tokens: int, blocks: int) -> None:
-    """Several tiles of tokens for one expert, none for another, and tiles that exceed the matrices.
+@pytest.mark.parametrize(
+    ("box_tokens", "blocks", "clusters", "most"),
+    [(16, 2, 1, 166), (64, 2, 2, 278), (64, 2, 1, 449), (16, 1, 2, 166), (64, 1, 3, 214)],
+)
+def test_tiles_are_the_float64_product(
+    library: ctypes.CDLL, box_tokens: int, blocks: int, clusters: int, most: int
+) -> None:
+    """Several tiles of tokens for one expert, none for another, and tiles that exceed the matrices; by
+    pairs of blocks and by blocks alone.
 
     The rows after the last token are never written, as where tokens are padding: they hold NaN.
     """
     bfloat16, num_experts, embed, mlp = ml_dtypes.bfloat16, 4, 256, 96
-    first = first_places(np.array([3, 0, 150 + box_tokens, 17]))
+    first = first_places(np.array([3, 0, most, 17]))
     rng = np.random.default_rng(9)
     num_places = first[-1]
     rows = rng.standard_normal((num_places + 150, embed)).astype(bfloat16)
@@ -71,9 +77,10 @@ def test_tiles_are_the_float64_product(library: ctypes.CDLL, box_tokens: int, bl
         input_map = tensor_map(tokens, (columns, len(tokens), 1), box_tokens)
         matrices = weights.data.size // (size * columns)
         weights_map = tensor_map(weights.data, (columns, size, matrices), 128)
-        pointers = first.ctypes.data, shares.ctypes.data, out.ctypes.data
-        args = TilesArgs(*pointers, num_experts, size, columns, box_tokens, matrices // 2)
-        library.tiles(is_down, blocks, *map(ctypes.byref, (weights_map, input_map, args)))
+        num_taken = ctypes.c_int(0)
+        pointers = first.ctypes.data, shares.ctypes.data, out.ctypes.data, ctypes.addressof(num_taken)
+        args = TilesArgs(*pointers, size, columns, box_tokens, matrices // 2)
+        library.tiles(is_down, blocks, clusters, *map(ctypes.byref, (weights_map, input_map, args)))
     for expert in range(num_experts):
         places = slice(first[expert], first[expert + 1])
         gate, up = (rows[places].astype(np.float64) @ matrix.T for matrix in gate_up.values[1, expert])
@@ -232,7 +239,7 @@ class ArrangeArgs(ctypes.Structure):
     """Mirrors the struct in expert_choices.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "experts shares counts first places token_of share_of".split()),
+        *((name, ctypes.c_void_p) for name in "experts shares counts first places share_of num_taken".split()),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "num_experts")),
     ]
 
@@ -255,14 +262,19 @@ class Arranged(NamedTuple):
     shares: np.ndarray
     places: np.ndarray
     first: np.ndarray
-    token_of: np.ndarray
     share_of: np.ndarray
     args: ArrangeArgs
-    unused: np.ndarray  # which the arguments point to
+    unused: tuple[np.ndarray, ...]  # which the arguments point to
 
     @property
     def is_here(self) -> np.ndarray:
         return (self.chosen >= 0) & (self.chosen < self.case.num_local)
+
+    @property
+    def token_of(self) -> np.ndarray:
+        """The token of each place."""
+        order = np.argsort(self.places[self.is_here])
+        return np.nonzero(self.is_here)[0][order]
 
 
 def arranged(library: ctypes.CDLL, num_tokens: int) -> Arranged:
@@ -272,24 +284,27 @@ def arranged(library: ctypes.CDLL, num_tokens: int) -> Arranged:
     inputs = cases.make_inputs(case, seed=4)
     chosen, shares = (np.asarray(array) for array in inputs.routing)
     counts, first = np.full((3, 256), -7, np.int32), np.full(257, -7, np.int32)
-    places, token_of = np.full(chosen.shape, -7, np.int32), np.full(chosen.size, -7, np.int32)
+    places = np.full(chosen.shape, -7, np.int32)
     share_of = np.full(chosen.size, np.nan, np.float32)
-    arrays = (chosen, shares, counts, first, places, token_of, share_of)
+    num_taken = np.full(2, 7, np.int32)
+    arrays = (chosen, shares, counts, first, places, share_of, num_taken)
     args = ArrangeArgs(*(array.ctypes.data for array in arrays), case.num_tokens, case.num_chosen, case.num_local)
     library.arrange(ctypes.byref(args))
+    assert not num_taken.any()
     x = np.asarray(inputs.x, ml_dtypes.bfloat16)
-    return Arranged(case, x, chosen, shares, places, first, token_of, share_of, args, counts)
+    unused = counts, num_taken
+    return Arranged(case, x, chosen, shares, places, first, share_of, args, unused)
 
 
 @pytest.mark.parametrize("num_tokens", [200, 600])
 def test_tokens_are_put_in_order_of_their_experts(library: ctypes.CDLL, num_tokens: int) -> None:
     """One and three chunks of tokens, with a norm. For 8-bit weights, the copies are rounded."""
-    case, x, chosen, shares, places, first, token_of, share_of, args, _ = found = arranged(library, num_tokens)
+    case, x, chosen, shares, places, first, share_of, args, _ = found = arranged(library, num_tokens)
     is_here = found.is_here
     tokens, slots = np.nonzero(is_here)
     order = np.lexsort((tokens, chosen[is_here]))
     num_places = is_here.sum()
-    np.testing.assert_array_equal(token_of[:num_places], tokens[order])
+    np.testing.assert_array_equal(found.token_of, tokens[order])
     np.testing.assert_array_equal(share_of[:num_places], shares[tokens, slots][order])
     np.testing.assert_array_equal(first, np.searchsorted(chosen[is_here][order], np.arange(257)))
     np.testing.assert_array_equal(places[~is_here], -1)
@@ -301,13 +316,15 @@ def test_tokens_are_put_in_order_of_their_experts(library: ctypes.CDLL, num_toke
     scales = np.full((case.embed // 128, chosen.size + 4), np.nan, np.float32)
 
     def gather_args(tokens: np.ndarray, *, is_fp8: bool, is_ordered: bool) -> GatherArgs:
-        arrays = (tokens, token_of, first[256:], numbers if is_fp8 else rows, scales)
+        arrays = (tokens, places, numbers if is_fp8 else rows, scales)
         pointers = (array.ctypes.data for array in arrays)
-        return GatherArgs(*pointers, scales.shape[1], norm_sums.ctypes.data, 3, 0.5, 0.25, case.embed, is_ordered)
+        norm = norm_sums.ctypes.data, 3, 0.5, 0.25
+        sizes = *chosen.shape, case.embed, 1 if is_ordered else 8
+        return GatherArgs(*pointers, scales.shape[1], *norm, *sizes, is_ordered)
 
-    library.gather(False, 5, ctypes.byref(gather_args(x, is_fp8=False, is_ordered=False)))
+    library.scatter(False, ctypes.byref(gather_args(x, is_fp8=False, is_ordered=False)))
     normed = x.astype(np.float32) / np.sqrt(norm_sums.sum(axis=1, keepdims=True) / 2 + 0.25)
-    np.testing.assert_allclose(rows[:num_places].astype(np.float32), normed[token_of[:num_places]], rtol=0.005)
+    np.testing.assert_allclose(rows[:num_places].astype(np.float32), normed[found.token_of], rtol=0.005)
     expected_numbers, expected_scales = rounded(rows[:num_places])
     before = [array.copy() for array in (first, places, share_of, rows[:num_places])]
     for is_fp8, is_ordered in ((True, False), (True, True), (False, False)):
@@ -320,7 +337,7 @@ def test_tokens_are_put_in_order_of_their_experts(library: ctypes.CDLL, num_toke
                 share_of[...] = np.nan
                 library.place_and_gather(is_fp8, ctypes.byref(args), ctypes.byref(gather))
             else:
-                library.gather(is_fp8, 5, ctypes.byref(gather))
+                library.scatter(is_fp8, ctypes.byref(gather))
             for array, expected in zip((first, places, share_of), before[:3], strict=True):
                 np.testing.assert_array_equal(array, expected)
             if is_fp8:
@@ -336,10 +353,10 @@ def test_the_rows_of_a_token_are_added_up(library: ctypes.CDLL, has_shares: bool
     """The experts do nothing, but multiply by the share if the sum does not. What is left for the next layer may be two
     e4m3 numbers each, and a power of two for each 64.
     """
-    case, x, _, shares, places, _, token_of, share_of, _, _ = found = arranged(library, 200)
+    case, x, _, shares, places, _, share_of, _, _ = found = arranged(library, 200)
     num_places = found.is_here.sum()
     rows = np.full((found.chosen.size, case.embed), np.nan, ml_dtypes.bfloat16)
-    rows[:num_places] = x[token_of[:num_places]].astype(np.float32) * (1 if has_shares else share_of[:num_places, None])
+    rows[:num_places] = x[found.token_of].astype(np.float32) * (1 if has_shares else share_of[:num_places, None])
     out, gain = np.full_like(x, 1), np.full(case.embed, 2, ml_dtypes.bfloat16)
     left = np.full(x.size * 2 + x.size // 64, 0xFF, np.uint8)
     sums = np.full((case.num_tokens, 1), np.nan, np.float32)
@@ -349,6 +366,11 @@ def test_the_rows_of_a_token_are_added_up(library: ctypes.CDLL, has_shares: bool
     library.combine(is_split, ctypes.byref(args))
     expected = 1 + np.where(found.is_here, shares, 0).sum(axis=1, keepdims=True) * np.nan_to_num(x.astype(np.float32))
     np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.03, rtol=0.02)
+    if not has_shares:  # the kernel for many tokens
+        many = np.full_like(x, 1)
+        args.residual = args.out = many.ctypes.data
+        library.sum_rows(ctypes.byref(args))
+        np.testing.assert_array_equal(many, out)
     scaled = left[: 2 * x.size].view(x.dtype).reshape(x.shape).astype(np.float32)
     if is_split:
         numbers = left[: 2 * x.size].view(ml_dtypes.float8_e4m3fn).reshape(-1, 2, 64).astype(np.float32).sum(axis=1)

@@ -12,7 +12,7 @@
 namespace meshserve::experts {
 constexpr size_t kSharedBytes = 240 << 10;
 alignas(1024) uint8_t shared_rows[kSharedBytes];
-alignas(1024) uint8_t shared[kSharedBytes];
+alignas(1024) uint8_t shared[kPair * kSharedBytes];
 }  // namespace meshserve::experts
 
 using namespace meshserve;
@@ -35,7 +35,7 @@ void run(int num_threads, unsigned blocks, Run kernel) {
         __syncthreads();
         if (t == 0) {  // NaN: nothing may be read before it is written
           std::memset(experts::shared_rows, 0xFF, experts::kSharedBytes);
-          std::memset(experts::shared, 0xFF, experts::kSharedBytes);
+          std::memset(experts::shared, 0xFF, sizeof(experts::shared));
         }
         __syncthreads();
         kernel();
@@ -49,27 +49,26 @@ void run(void (*kernel)(Args...), unsigned blocks, const std::type_identity_t<Ar
   run(experts::kThreads, blocks, [&] { kernel(args...); });
 }
 
-// Runs a kernel's clusters in order.
-template <class... Args>
-void run_clusters(void (*kernel)(Args...), unsigned clusters, unsigned cluster_blocks,
-                  const std::type_identity_t<Args>&... args) {
-  constexpr uint32_t kBlockBytes = 16 << 10;
-  shared_base = experts::shared_rows;
+// Runs a kernel's clusters in order. Its blocks have parts of `shared` as their shared memory.
+template <class Run>
+void run_clusters(uint8_t* shared, uint32_t block_bytes, unsigned num_threads, unsigned clusters,
+                  unsigned cluster_blocks, Run kernel) {
+  shared_base = shared;
   for (unsigned c = 0; c < clusters; ++c) {
-    std::memset(experts::shared_rows, 0xFF, experts::kSharedBytes);
-    Cluster state(cluster_blocks, experts::kThreads, kBlockBytes);
+    std::memset(shared, 0xFF, cluster_blocks * block_bytes);
+    Cluster state(cluster_blocks, num_threads, block_bytes);
     cluster = &state;
     std::vector<std::unique_ptr<Block>> blocks;
     {
       CudaThreads threads(threadIdx, blockIdx, gridDim, block);
-      for (unsigned i = 0; i < cluster_blocks * experts::kThreads; ++i) {
-        if (i % experts::kThreads == 0) blocks.push_back(std::make_unique<Block>(experts::kThreads));
+      for (unsigned i = 0; i < cluster_blocks * num_threads; ++i) {
+        if (i % num_threads == 0) blocks.push_back(std::make_unique<Block>(num_threads));
         threads.emplace_back([&, i, c] {
-          threadIdx = {i % experts::kThreads};
-          blockIdx = {c * cluster_blocks + i / experts::kThreads};
+          threadIdx = {i % num_threads};
+          blockIdx = {c * cluster_blocks + i / num_threads};
           gridDim = {clusters * cluster_blocks};
-          block = blocks[i / experts::kThreads].get();
-          kernel(args...);
+          block = blocks[i / num_threads].get();
+          kernel();
         });
       }
     }
@@ -77,21 +76,28 @@ void run_clusters(void (*kernel)(Args...), unsigned clusters, unsigned cluster_b
     if (!state.sent.empty()) __trap();  // sent to a block that has ended
   }
 }
+// Runs a kernel whose blocks take items, which share them in pairs or are alone.
+template <class Run>
+void run_tiles(int num_threads, unsigned clusters, unsigned cluster_blocks, Run kernel) {
+  run_clusters(experts::shared, experts::kSharedBytes, num_threads, clusters, cluster_blocks, kernel);
+}
 
 }  // namespace
 
 extern "C" void route(int is_fp8, const experts::RouterArgs* args) {
   const unsigned clusters = (args->num_tokens + experts::kRouterTokens - 1) / experts::kRouterTokens;
   auto* kernel = is_fp8 ? experts::router_kernel<Fp8Weights> : experts::router_kernel<Bf16Weights>;
-  run_clusters(kernel, clusters, experts::kRouterBlocks, *args);
+  run_clusters(experts::shared_rows, 16 << 10, experts::kThreads, clusters, experts::kRouterBlocks,
+               [&] { kernel(*args); });
 }
 extern "C" void arrange(const experts::ArrangeArgs* args) {
   const unsigned chunks = (args->num_tokens + experts::kMaxTokens - 1) / experts::kMaxTokens;
   run(experts::count_kernel<Bf16Weights>, chunks, *args);
   run(experts::place_kernel<Bf16Weights>, chunks, *args);
 }
-extern "C" void gather(int is_fp8, unsigned blocks, const experts::GatherRowsArgs* args) {
-  run(is_fp8 ? experts::gather_rows_kernel<Fp8Weights> : experts::gather_rows_kernel<Bf16Weights>, blocks, *args);
+extern "C" void scatter(int is_fp8, const experts::GatherRowsArgs* args) {
+  run(is_fp8 ? experts::scatter_rows_kernel<Fp8Weights> : experts::scatter_rows_kernel<Bf16Weights>,
+      (args->num_tokens * args->token_warps + experts::kWarps - 1) / experts::kWarps, *args);
 }
 extern "C" void place_and_gather(int is_fp8, const experts::ArrangeArgs* args, const experts::GatherRowsArgs* rows) {
   auto* kernel = is_fp8 ? experts::place_and_gather_kernel<Fp8Weights> : experts::place_and_gather_kernel<Bf16Weights>;
@@ -101,6 +107,9 @@ extern "C" void combine(int is_split, const experts::CombineArgs* args) {
   const unsigned warps = args->num_tokens * (args->columns / 128);
   auto* kernel = is_split ? experts::combine_kernel<SplitFp8Weights> : experts::combine_kernel<Bf16Weights>;
   run(kernel, (warps + experts::kWarps - 1) / experts::kWarps, *args);
+}
+extern "C" void sum_rows(const experts::CombineArgs* args) {
+  run(experts::sum_rows_kernel<Bf16Weights>, (args->num_tokens + experts::kWarps - 1) / experts::kWarps, *args);
 }
 
 namespace {
@@ -160,10 +169,14 @@ extern "C" void down(int is_fp8, const CUtensorMap* weights, const experts::Rows
   if (is_fp8 && args->num_tokens == 1) kernel = experts::single_down_kernel<Fp8Weights>;
   run(kernel, args->rows / experts::kRingRows, *weights, *args);
 }
-extern "C" void tiles(int is_down, unsigned blocks, const CUtensorMap* weights, const CUtensorMap* input,
+extern "C" void tiles(int is_down, int blocks, unsigned clusters, const CUtensorMap* weights, const CUtensorMap* input,
                       const experts::TilesArgs* args) {
-  auto* kernel = is_down ? experts::tiles_kernel<true> : experts::tiles_kernel<false>;
-  run(experts::kTileThreads, blocks, [&] { kernel(*input, *weights, *args); });
+  auto kernel_of = [&](auto blocks) {
+    return is_down ? experts::tiles_kernel<true, blocks> : experts::tiles_kernel<false, blocks>;
+  };
+  auto* kernel =
+      blocks == 1 ? kernel_of(std::integral_constant<int, 1>()) : kernel_of(std::integral_constant<int, 2>());
+  run_tiles(experts::kTileThreads, clusters, blocks, [&] { kernel(*input, *weights, *args); });
 }
 
 // Tiles of `tokens` tokens: 16 or 64 of narrow tiles; with 8-bit weights also 128, and if choices are given, 16 or 32,
@@ -182,15 +195,16 @@ Tiles with_places(int is_fp8, int tokens) {
 }
 template <bool kIsDown>
 void run_tiles(int is_fp8, int tokens, unsigned blocks, const CUtensorMap* maps, const experts::NarrowTilesArgs* args) {
-  const bool is_wide = tokens == experts::kFp8TileTokens;
   if (args->experts != nullptr) {
     Tiles kernel = with_places<kIsDown>(is_fp8, tokens);
     return run(experts::narrow_threads(true), blocks, [&] { kernel(maps[0], maps[1], maps[2], *args); });
   }
   Tiles kernel = is_fp8 ? narrow<Fp8Weights, kIsDown>(tokens) : narrow<Bf16Weights, kIsDown>(tokens);
-  if (is_wide) kernel = experts::fp8_tiles_kernel<kIsDown>;
-  run(is_wide ? experts::kFp8TileThreads : experts::narrow_threads(false), blocks,
-      [&] { kernel(maps[0], maps[1], maps[2], *args); });
+  if (tokens == experts::kFp8TileTokens) {
+    kernel = experts::fp8_tiles_kernel<kIsDown>;
+    return run(experts::kFp8TileThreads, blocks, [&] { kernel(maps[0], maps[1], maps[2], *args); });
+  }
+  run(experts::narrow_threads(false), blocks, [&] { kernel(maps[0], maps[1], maps[2], *args); });
 }
 }  // namespace
 extern "C" void narrow_tiles(int is_fp8, int tokens, int is_down, unsigned blocks, const CUtensorMap* maps,

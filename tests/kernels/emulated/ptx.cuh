@@ -101,6 +101,10 @@ template <class T>
 T __ldcg(const T* from) {
   return *from;
 }
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
 using std::max, std::min;
 inline int atomicAdd(int* to, int value) { return std::atomic_ref<int>(*to).fetch_add(value); }
 inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return std::atomic_ref<uint32_t>(*to).fetch_add(value); }
@@ -394,6 +398,7 @@ inline void cluster_sync() {
 }
 inline void cluster_sync_shared() { cluster_sync(); }
 inline void cluster_sync_global() { cluster_sync(); }
+inline void barrier_arrive_in_cluster(uint32_t barrier) { change(barrier, 1, 0); }
 inline void cluster_arrive_having(float) { cluster_arrive(); }
 inline float4 load_cluster_float4(uint32_t address) {
   float4 v;
@@ -428,6 +433,11 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, i
     }
   }
   change(barrier, 0, -static_cast<long>(bytes) * map->box[1]);
+}
+inline void copy_box_to_pair(uint32_t to, const CUtensorMap* map, int column, int row, int matrix, uint32_t barrier) {
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    copy_box(address_in_cluster(to, rank), map, column, row, matrix, address_in_cluster(barrier, rank));
+  }
 }
 inline void copy_bytes(uint32_t to, const CUtensorMap* map, int row, int first, uint32_t barrier, uint64_t) {
   copy_box(to, map, first, row, 0, barrier);
