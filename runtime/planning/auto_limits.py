@@ -17,6 +17,7 @@ GPU_MEMORY_FRACTION = 0.92  # the rest is for the driver, communication between 
 _REPORTED_FRACTION = 0.85  # of what other devices report
 
 GPU_RUNNING, _GPU_STEP_TOKENS = 256, 8192
+_GPU_EXPERT_STEP_TOKENS = 16_384  # each expert gets few of them (docs/log/experts.md)
 _SMALL_RUNNING, _SMALL_STEP_TOKENS = 64, 512
 _LEAST_PREFILL_TOKENS = 256
 _PREFILL_SECONDS = 0.11  # in a step that also decodes: how long a prompt may delay tokens (docs/decisions/038)
@@ -134,12 +135,12 @@ class _Speed:
 
     def step_tokens_in_scratch(self) -> int:
         memory = self.chip.hbm_bytes if self.chip is not None else _UNKNOWN_MEMORY_BYTES
-        mlp = 2 * self.model.mlp_dim / self.num_devices
+        largest, mlp = _GPU_STEP_TOKENS, 2 * self.model.mlp_dim / self.num_devices
         if self.model.experts is not None:  # a token's row for each of its experts, before and after it
-            mlp = 2 * self.model.experts.num_chosen * self.model.embed_dim
+            largest, mlp = _GPU_EXPERT_STEP_TOKENS, 2 * self.model.experts.num_chosen * self.model.embed_dim
         token_bytes = (3 * self.model.embed_dim + mlp) * self.dtype.itemsize
         most = _SCRATCH_SHARE * memory / token_bytes
-        return _halved(_GPU_STEP_TOKENS, _SMALL_STEP_TOKENS, most)
+        return _halved(largest, _SMALL_STEP_TOKENS, most)
 
     def prefill_tokens_in(self, seconds: float) -> int:
         flops = self.chip.flops_per_second if self.chip is not None else _UNKNOWN_FLOPS

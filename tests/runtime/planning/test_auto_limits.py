@@ -40,6 +40,7 @@ def test_a_gpu_gets_what_was_measured():
     assert limits("qwen3-0.6b", "h200") == chosen(256, 8192, 8192, 4)
     assert limits("qwen3-8b", "h200") == chosen(256, 8192, 4096, 1, 1024)
     assert limits("qwen3-32b", "h200") == chosen(256, 8192, 1024, 1, 256)
+    assert limits("qwen3-30b-a3b", "h200") == chosen(256, 16384, 8192, 1, 2048)
 
 
 def test_quantised_weights_count_with_their_bytes():
