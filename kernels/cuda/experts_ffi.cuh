@@ -101,6 +101,7 @@ ffi::Error decode_expert_layers(cudaStream_t stream, ffi::RemainingArgs all, Out
     if (experts::splits_activations(expert_shapes)) {
       return run(StepOf<RoutedFp8Weights>(shapes, tuning_of(tuning), stream));
     }
+    if (shapes.batch == 1) return run(StepOf<OneTokenFp8Weights>(shapes, tuning_of(tuning), stream));
   }
   return run(StepOf<W>(shapes, tuning_of(tuning), stream));
 }

@@ -526,6 +526,9 @@ std::vector<const void*> kernels_of() {
     add(single_gate_up_kernel<W, 4>);
     add(single_down_kernel<W>);
     add(combine_kernel<SplitFp8Weights>);
+    add_projections_of<Epilogue::kQkv, OneTokenFp8Weights>(kernels);
+    add_projections_of<Epilogue::kResidual, OneTokenFp8Weights>(kernels);
+    add_projections_of<Epilogue::kRouted, OneTokenFp8Weights>(kernels);
     add_projections_of<Epilogue::kQkv, RoutedFp8Weights>(kernels);
     add_projections_of<Epilogue::kResidual, RoutedFp8Weights>(kernels);
   } else {

@@ -196,7 +196,7 @@ class StepOf {
 
   // Computes scratch.attended: QKV and attention, in one kernel for few tokens.
   void attended_heads(int layer) {
-    if constexpr (W::kFewest <= kHeadTokens && !W::kIsInt4) {
+    if constexpr (W::kFewest <= kHeadTokens && !W::kIsInt4 && !kSplitsInput<W>) {
       if (const int splits = merged_splits(); splits > 0) {
         return cache.is_fp8 ? merged_heads<Epilogue::kAttendFp8>(layer, splits)
                             : merged_heads<Epilogue::kAttend>(layer, splits);
@@ -554,7 +554,7 @@ class StepOf {
     // range that fits is a single stage with one wait. Otherwise a stage has two blocks of k if all ranges are even.
     const int split_blocks = (args.k_blocks + splits - 1) / splits;
     const int resident_bytes = split_blocks * kInputTiles * N * kBlockK * 2;
-    const bool is_resident = kIsNarrow<N> && resident_bytes <= kMaxResidentBytes;
+    const bool is_resident = kIsNarrow<N> && (resident_bytes <= kMaxResidentBytes || kSplitsInput<W>);
     const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : kTilesPerBlock<W> * N * kBlockK * 2);
     const int kilobytes = kAttends<E> ? kMaxSharedBytes / 1024 : tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112;
     int blocks = splits, sum_bytes = kIsNarrow<N> ? splits * split_tokens(N, splits) * kSumStride * 4 : 0;

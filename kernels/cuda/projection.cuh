@@ -598,7 +598,12 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
                         ring_address + args.exponent_offset);
     }
   };
-  if (is_resident) {
+  if constexpr (kSplitsInput<W>) {
+    split_ordered<N>(args.resident_input + k_begin * W::kBlockColumns, (k_end - k_begin) * W::kBlockColumns, kConsumers,
+                     resident, ring_address + args.exponent_offset);
+    fence_shared_before_copies();
+    sync_threads(1, kConsumers);
+  } else if (is_resident) {
     if constexpr (W::kIsQuantised) {
       const int first_tile = k_begin * kInputTiles, num_tiles = (k_end - k_begin) * kInputTiles;
       load_resident_input<N>(args, args.input_tiles, first_token, first_tile, num_tiles,

@@ -34,6 +34,53 @@ __device__ __forceinline__ void load_exponents(const uint8_t* exponents, int row
   }
 }
 
+// Splits ordered activations of a token, of which `num_columns` begin at `from`, as the first row of tiles [N, 64] at
+// `to` and of the exponents [groups, N]. A thread splits 16 columns.
+template <int N>
+__device__ __forceinline__ void split_ordered(const bf16* from, int num_columns, int num_threads, uint32_t to,
+                                              uint32_t exponents) {
+  static_assert(N % 8 == 0);  // so that the first row of a tile is not swizzled
+  constexpr int kWidth = 16, kSharers = kExponentColumns / kWidth;
+  constexpr uint32_t kLargest = 7;  // as store_activations
+  const int count = num_columns / kWidth, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int first = threadIdx.x - lane; first < count; first += num_threads) {
+    const int i = min(first + lane, count - 1), group = i / kSharers, at = i % kSharers;
+    const uint4* columns = reinterpret_cast<const uint4*>(from + i * kWidth);
+    const uint4 even = __ldcg(columns), odd = __ldcg(columns + 1);
+    const uint32_t evens[4] = {even.x, even.y, even.z, even.w}, odds[4] = {odd.x, odd.y, odd.z, odd.w};
+    uint32_t largest = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t low = max(evens[j] & 0x7FFFu, odds[j] & 0x7FFFu);
+      largest = max(largest, max(low, max(evens[j] >> 16 & 0x7FFFu, odds[j] >> 16 & 0x7FFFu)));
+    }
+#pragma unroll
+    for (int offset = 1; offset < kSharers; offset *= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    }
+    const uint32_t exponent = max(largest >> 7, kLargest);
+    const float factor = power_of(254 + kLargest - exponent);
+    uint32_t words[2][4];  // the first numbers, and the second ones
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const E4m3Pair low =
+          split_e4m3(__uint_as_float(evens[j] << 16) * factor, __uint_as_float(odds[j] << 16) * factor);
+      const E4m3Pair high =
+          split_e4m3(__uint_as_float(evens[j] & 0xFFFF0000u) * factor, __uint_as_float(odds[j] & 0xFFFF0000u) * factor);
+      words[0][j] = __byte_perm(low.first, high.first, 0x5410);
+      words[1][j] = __byte_perm(low.second, high.second, 0x5410);
+    }
+    if (first + lane >= count) return;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const uint4 bytes = make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
+      store_shared(to + group * N * 128 + 64 * part + 16 * at, bytes);
+    }
+    if (at == 0) store_shared_byte(exponents + group * N, exponent == 255 ? 255 : exponent - kLargest);
+  }
+}
+
 // Multiplies one block of columns: sums += scale * 2^exponent * (weights input), in units of 64 columns. kNumbers: e4m3
 // numbers for each activation.
 template <int N, int kNumbers>
@@ -108,6 +155,10 @@ struct BlockProduct<N, SplitFp8Weights> : E4m3BlockProduct<N, 2> {
 };
 template <int N>
 struct BlockProduct<N, RoutedFp8Weights> : E4m3BlockProduct<N, 2> {
+  using E4m3BlockProduct<N, 2>::E4m3BlockProduct;
+};
+template <int N>
+struct BlockProduct<N, OneTokenFp8Weights> : E4m3BlockProduct<N, 2> {
   using E4m3BlockProduct<N, 2>::E4m3BlockProduct;
 };
 template <int N>

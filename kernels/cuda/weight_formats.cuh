@@ -59,6 +59,10 @@ struct SplitFp8Weights {  // e4m3, multiplied with split activations
 struct RoutedFp8Weights : SplitFp8Weights {  // the same, of a layer with a router and experts
   static constexpr int kFewest = 16;
 };
+// The same of a single token, whose ordered activations the product's kernel splits itself.
+struct OneTokenFp8Weights : SplitFp8Weights {
+  static constexpr int kMost = 8;
+};
 struct SingleFp8Weights : SplitFp8Weights {  // e4m3, multiplied with single activations
   static constexpr int kFewest = 32, kMost = 64;
 };
@@ -86,11 +90,15 @@ constexpr bool kIsSingle = std::is_same_v<W, SingleFp8Weights>;
 template <class W>
 constexpr int kTilesPerBlock = kIsSingle<W> ? 1 : W::kBlockColumns / 64;
 
+template <class W>
+constexpr bool kSplitsInput = std::is_same_v<W, OneTokenFp8Weights>;
+
 // The format whose activations a format takes, and the one that the output projection leaves for what follows it.
 template <class W>
-using Taken = std::conditional_t<std::is_same_v<W, RoutedFp8Weights>, SplitFp8Weights, W>;
+using Taken = std::conditional_t<std::is_same_v<W, RoutedFp8Weights>, SplitFp8Weights,
+                                 std::conditional_t<kSplitsInput<W>, Fp8Weights, W>>;
 template <class W>
-using Left = std::conditional_t<std::is_same_v<W, RoutedFp8Weights>, Fp8Weights, W>;
+using Left = std::conditional_t<std::is_same_v<W, RoutedFp8Weights> || kSplitsInput<W>, Fp8Weights, W>;
 
 // Returns the width of the products of a step, in tokens: the N of their wgmma instructions.
 constexpr int width_of(int tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }

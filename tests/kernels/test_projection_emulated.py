@@ -1,5 +1,6 @@
-"""Tests the projections of 32 or 64 tokens at a time (kernels/cuda/projection.cuh) compiled for the host: all blocks of
-a cluster with their ring, products, exchange of sums and epilogues, without the asynchrony of the tensor cores.
+"""Tests the projections of 32 or 64 tokens at a time, and of one token whose activations they split themselves
+(kernels/cuda/projection.cuh), compiled for the host: all blocks of a cluster with their ring, products, exchange of
+sums and epilogues, without the asynchrony of the tensor cores.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from .emulated_experts import Scales, ordered, stack
 pytestmark = on_host.needs_compiler
 BFLOAT16 = ml_dtypes.bfloat16
 EPSILON = 1e-5
-BF16, FP8, SPLIT = 0, 1, 2  # weights and, of the last, split activations
+BF16, FP8, SPLIT, SINGLE = range(4)  # weights; of the last two, activations are split, or to be split
 
 
 class Problem(ctypes.Structure):
@@ -52,7 +53,17 @@ def inputs(is_fp8: bool, batch: int, columns: int, rows: int) -> tuple[np.ndarra
 
 @pytest.mark.parametrize(
     ("format", "batch", "splits"),
-    [(FP8, 50, 3), (FP8, 64, 1), (FP8, 70, 2), (SPLIT, 30, 3), (SPLIT, 32, 1), (BF16, 50, 3), (BF16, 70, 1)],
+    [
+        (FP8, 50, 3),
+        (FP8, 64, 1),
+        (FP8, 70, 2),
+        (SPLIT, 30, 3),
+        (SPLIT, 32, 1),
+        (BF16, 50, 3),
+        (BF16, 70, 1),
+        (SINGLE, 1, 1),
+        (SINGLE, 1, 4),
+    ],
 )
 def test_query_key_and_value(library: ctypes.CDLL, format: int, batch: int, splits: int) -> None:
     kv_heads, group, page_size, columns = 1, 2, 16, 512
@@ -63,7 +74,7 @@ def test_query_key_and_value(library: ctypes.CDLL, format: int, batch: int, spli
     angles = rng.uniform(-3, 3, (batch, 64)).astype(np.float32)
     cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
     positions = rng.integers(0, 2 * page_size, batch).astype(np.int32)
-    positions[::7] = -1
+    positions[3::7] = -1
     page_table = rng.permutation(2 * batch).astype(np.int32).reshape(batch, 2)
     q = np.full((batch, kv_heads, group, 128), np.nan, BFLOAT16)
     cache = np.full((2 * batch, kv_heads, 2, page_size, 128), np.nan, BFLOAT16)
@@ -93,7 +104,17 @@ def test_query_key_and_value(library: ctypes.CDLL, format: int, batch: int, spli
 
 @pytest.mark.parametrize(
     ("format", "batch", "splits"),
-    [(FP8, 50, 4), (FP8, 64, 2), (FP8, 70, 1), (SPLIT, 20, 4), (SPLIT, 32, 1), (BF16, 50, 4), (BF16, 64, 8)],
+    [
+        (FP8, 50, 4),
+        (FP8, 64, 2),
+        (FP8, 70, 1),
+        (SPLIT, 20, 4),
+        (SPLIT, 32, 1),
+        (BF16, 50, 4),
+        (BF16, 64, 8),
+        (SINGLE, 1, 2),
+        (SINGLE, 1, 4),
+    ],
 )
 def test_output(library: ctypes.CDLL, format: int, batch: int, splits: int) -> None:
     """What it leaves for the router has the order that 8-bit weights need. 70 tokens take two groups of blocks."""

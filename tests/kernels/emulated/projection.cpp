@@ -1,4 +1,5 @@
-// Runs projections of 32 or 64 tokens at a time (projection.cuh) on the host, one cluster of blocks after another.
+// Runs projections of 32 or 64 tokens at a time, or of one token, on the host (projection.cuh), one cluster of blocks
+// after another.
 #include "projection_operands.cuh"
 
 using namespace meshserve;
@@ -42,6 +43,7 @@ void run(const Problem& problem) {
     args.exponents = exponents_of(input.data(), problem.batch, problem.columns);
     args.exponent_offset = 140 << 10;
   }
+  if constexpr (kSplitsInput<W>) args.resident_input = input.data();
   args.batch = problem.batch;
   args.splits = problem.splits;
   args.k_blocks = problem.columns / W::kBlockColumns;
@@ -108,9 +110,10 @@ void run(bool is_qkv, const Problem& problem) {
 }
 }  // namespace
 
-// `format`: bf16, e4m3 with ordered activations, or with split ones.
+// `format`: bf16, e4m3 with ordered activations, with split ones, or with those of a token that the kernel splits.
 extern "C" void project(int format, int is_qkv, const Problem* problem) {
   if (format == 0) run<Bf16Weights>(is_qkv != 0, *problem);
   if (format == 1) run<Fp8Weights>(is_qkv != 0, *problem);
   if (format == 2) run<RoutedFp8Weights>(is_qkv != 0, *problem);
+  if (format == 3) run<OneTokenFp8Weights>(is_qkv != 0, *problem);
 }
