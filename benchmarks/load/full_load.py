@@ -107,7 +107,11 @@ NANO_VLLM = Workload(
 )
 
 WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
-    "qwen3-0.6b": {"few": _alike(4, 32, 100, num_warmups=3, num_runs=10), "nano-vllm": NANO_VLLM},
+    "qwen3-0.6b": {
+        "one": _alike(1, 128, 256),
+        "few": _alike(4, 32, 100, num_warmups=3, num_runs=10),
+        "nano-vllm": NANO_VLLM,
+    },
     "qwen3-8b": {
         "one": _alike(1, 128, 256),
         "32": _alike(32, 1024, 256),

@@ -23,7 +23,9 @@ def runner() -> StepRunner:
     return launch(CONFIG, lambda outputs: None).engine.runner
 
 
-def sample(runner: StepRunner, bucket: Bucket, mode: SamplingMode, position: int) -> list[int]:
+def sample(
+    runner: StepRunner, bucket: Bucket, mode: SamplingMode, position: int, num_steps: int = NUM_STEPS
+) -> list[int]:
     """Runs one dispatch of a request, whose first token is at position 0."""
     packed = np.zeros(bucket.size, np.int32)
     fields = {name: packed[place] for name, place in bucket.fields.items()}
@@ -37,7 +39,7 @@ def sample(runner: StepRunner, bucket: Bucket, mode: SamplingMode, position: int
     if mode == SamplingMode.GREEDY:
         fields["temperature"][:] = 0
     if "num_steps" in fields:
-        fields["num_steps"][:] = NUM_STEPS
+        fields["num_steps"][:] = num_steps
     return np.asarray(runner.run(bucket, packed)).ravel().tolist()
 
 
@@ -47,3 +49,10 @@ def test_several_steps_sample_what_single_ones_do(runner: StepRunner, mode: Samp
     one_by_one = [token for position in range(NUM_STEPS) for token in sample(runner, buckets[1], mode, position)]
     assert sample(runner, buckets[NUM_STEPS], mode, 0) == one_by_one
     assert len(set(one_by_one)) > 1
+
+
+def test_a_request_that_needs_fewer_steps_goes_on_from_its_last_token(runner: StepRunner):
+    buckets = {bucket.num_steps: bucket for bucket in runner._programs if bucket.mode == SamplingMode.TOP_P}
+    one_by_one = sample(runner, buckets[NUM_STEPS], SamplingMode.TOP_P, 0)
+    assert sample(runner, buckets[NUM_STEPS], SamplingMode.TOP_P, 0, num_steps=2)[:2] == one_by_one[:2]
+    assert sample(runner, buckets[1], SamplingMode.TOP_P, 2) == one_by_one[2:]
