@@ -131,9 +131,15 @@ class ModelConfig:
         return sparse | ({"dense_layers": dense} if dense else {})
 
     @property
+    def layer_quantisation(self) -> Quantisation | None:
+        """How the layers' projections are quantised on the devices; None if none is."""
+        return self.quantisation if self.quantisation is not None and self.quantisation.parameters else None
+
+    @property
     def quantisation_name(self) -> str:
         """What is quantised and how, for logs and GetModelInfo; empty if nothing is."""
         layers = "" if self.quantisation is None else self.quantisation.name
+        layers = f"dequantised {layers}" if layers and self.layer_quantisation is None else layers
         head = "" if self.head_quantisation is None else f"head {self.head_quantisation.name}"
         return ", ".join(filter(None, (layers, head)))
 

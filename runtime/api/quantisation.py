@@ -1,7 +1,7 @@
 """How the weights of a model are quantised, and how its files store them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NOT_QUANTIZED = "none"
 SCHEMES = ("fp8-block", "fp8-channel", "int4")  # that `--quantize` makes
@@ -20,12 +20,21 @@ class Quantisation:
     zero_point_offset: int = 0  # added to zero points as files store them
     skipped: tuple[str, ...] = ()  # modules that files do not quantise; "re:" begins a regular expression
     parameters: frozenset[str] = frozenset()  # the model's parameters that stay quantised on the devices
+    dequantised: frozenset[str] = frozenset()  # those that would, but for `--dequantize`
     has_kv_scales: bool = False  # files hold scales for an FP8 KV cache
 
     @property
     def is_int4(self) -> bool:
         """Whether the numbers are 4-bit integers."""
         return self.dtype == "int4"
+
+    def held_plain(self) -> "Quantisation":
+        """Returns the quantisation of the same weights if they are dequantised while they are loaded."""
+        return replace(self, parameters=frozenset(), dequantised=self.parameters | self.dequantised)
+
+    def held_quantised(self) -> "Quantisation":
+        """Undoes `held_plain`: this is how an Orbax checkpoint stores them."""
+        return replace(self, parameters=self.parameters | self.dequantised, dequantised=frozenset())
 
     @property
     def name(self) -> str:

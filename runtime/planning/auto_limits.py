@@ -121,14 +121,14 @@ class _Speed:
     def _weight_bytes(self) -> float:
         """Bytes of these weights. 4-bit ones count like 8-bit ones: steps take as long (docs/log/decode.md)."""
         model, head = self.model, self.model.vocab_size * self.model.embed_dim / self.num_devices
-        layer_bytes = self.dtype.itemsize if model.quantisation is None else 1
+        layer_bytes = self.dtype.itemsize if model.layer_quantisation is None else 1
         head_bytes = self.dtype.itemsize if model.head_quantisation is None else 1
         return (self._num_weights - head) * layer_bytes + head * head_bytes
 
     @property
     def _has_fp8_products(self) -> bool:
         """Whether most of prefill runs on FP8 tensor cores; see `linear.gpu`."""
-        quantisation = self.model.quantisation
+        quantisation = self.model.layer_quantisation
         is_fp8 = quantisation is not None and not quantisation.is_int4 and self.dtype == jnp.bfloat16
         is_hopper = self.chip is not None and self.chip.is_hopper
         return is_fp8 and is_hopper and self.model.experts is None and self.linear in ("auto", "cuda_fp8")

@@ -45,6 +45,7 @@ from .kernel_selection import (
     max_fused_tokens,
     name_kernels,
     select_kernels,
+    served_model,
     shape_refusals,
 )
 from .server_programs import ServerPrograms
@@ -220,10 +221,10 @@ def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devi
         platform=chip.platform,
         num_devices=num_devices,
         cuda_refusals=refusals,
-        has_quantised_weights=has_quantised_weights(model),
+        has_quantised_weights=has_quantised_weights(shapes.model),
     )
     limits = choose_limits(
-        config, model, platform=chip.platform, chip=chip, num_devices=num_devices, dtype=shapes.dtype
+        config, shapes.model, platform=chip.platform, chip=chip, num_devices=num_devices, dtype=shapes.dtype
     )
     return _resolved(config, shapes, chip.platform, names, limits)
 
@@ -251,12 +252,15 @@ def resolve_here(
     shapes = _shapes(config, model, platform, mesh.size)
     selection = select_kernels(config, shapes, mesh, findings)
     chip = chip_of(mesh.devices.flat[0])
-    limits = choose_limits(config, model, platform=platform, chip=chip, num_devices=mesh.size, dtype=shapes.dtype)
+    limits = choose_limits(
+        config, shapes.model, platform=platform, chip=chip, num_devices=mesh.size, dtype=shapes.dtype
+    )
     server = _resolved(config, shapes, platform, selection.names, limits)
     return _placed(server, mesh, selection.kernels, selection.findings)
 
 
 def _shapes(config: ServeConfig, model: ModelConfig, platform: str, num_devices: int) -> KernelShapes:
+    model = served_model(config, model, platform)
     layout = model_layout(model, num_devices, expert_parallel=config.expert_parallel)
     return KernelShapes(
         model=model,

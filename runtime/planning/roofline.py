@@ -105,8 +105,8 @@ class Roofline:
     @property
     def _expert_weight_bytes(self) -> float:
         """The bytes of a weight of the experts, with its share of a scale."""
-        quantisation = self.model.quantisation
-        if quantisation is None or not quantisation.parameters:
+        quantisation = self.model.layer_quantisation
+        if quantisation is None:
             return self.dtype.itemsize
         return 1 + jnp.dtype(quantisation.scale_dtype).itemsize / math.prod(quantisation.block)
 
@@ -164,7 +164,7 @@ class Roofline:
         quantised models and models with experts.
         """
         is_measured = self.chip.is_hopper and self.layout.num_shards == 1 and self.dtype.itemsize == 2
-        if not is_measured or self.model.quantisation is not None or self.model.experts is not None:
+        if not is_measured or self.model.layer_quantisation is not None or self.model.experts is not None:
             return None
         roof = self.prefill(num_tokens, step_tokens)
         attention_flops = num_tokens * num_tokens / 2 * self._attention_flops

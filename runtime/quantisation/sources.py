@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshserve.kernels.linear import FP8
 from meshserve.sharding.checkpoints.checkpoint import OrbaxCheckpoint
 from meshserve.sharding.checkpoints.parameters import Copy, Region, Source, assign, part_of, relative
 from meshserve.sharding.checkpoints.tensor_files import TensorFiles
 
-from .grids import DATA, SCALE, Granule, PartName, converted, dequantised, regridded
+from ..api.quantisation import Quantisation
+from .grids import DATA, SCALE, ZERO, Granule, PartName, converted, dequantised, regridded
 from .published import StoredMatrix
 
 
@@ -119,6 +121,60 @@ class StoredGrids:
             return tensor, None
         array = f"{name.matrix}.{name.part}"
         return array, None if self._granules[array] == name.granule else name
+
+
+class DequantisingSource:
+    """Dequantises matrices while they are read.
+
+    Args:
+      source: A source of the parts of these matrices.
+      quantisation: Theirs.
+      matrices: Their names in the source, and the granule in which it has their scales; 0 columns are all.
+    """
+
+    def __init__(self, source: Source, quantisation: Quantisation, matrices: Mapping[str, Granule]):
+        self._source, self._quantisation, self._matrices = source, quantisation, matrices
+        self._per_byte = 2 if quantisation.is_int4 else 1
+
+    def blocks(self, tensor: str) -> Sequence[Region]:
+        """See `Source`."""
+        if tensor not in self._matrices:
+            return self._source.blocks(tensor)
+        blocks = self._source.blocks(self._data(tensor))
+        return [(*rows, (self._per_byte * first, self._per_byte * last)) for *rows, (first, last) in blocks]
+
+    def fill(self, tensor: str, block: Region, copies: Sequence[Copy]) -> None:
+        """See `Source`."""
+        if tensor not in self._matrices:
+            self._source.fill(tensor, block, copies)
+            return
+        *leading, rows, columns = block
+        data_region = (*leading, rows, (columns[0] // self._per_byte, columns[1] // self._per_byte))
+        data = np.empty([stop - start for start, stop in data_region], self._data_dtype)
+        self._source.fill(self._data(tensor), data_region, [Copy(data_region, data)])
+        scale = self._of_elements(tensor, SCALE, np.dtype(self._quantisation.scale_dtype), block)
+        zero = (
+            self._of_elements(tensor, ZERO, np.dtype(np.uint8), block) if self._quantisation.has_zero_points else None
+        )
+        _scatter(dequantised(data, scale, zero), block, copies)
+
+    @property
+    def _data_dtype(self) -> np.dtype:
+        return np.dtype(np.uint8) if self._quantisation.is_int4 else np.dtype(FP8)
+
+    def _data(self, tensor: str) -> str:
+        return str(PartName(tensor, DATA, (1, self._per_byte)))
+
+    def _of_elements(self, tensor: str, part: str, dtype: np.dtype, block: Region) -> np.ndarray:
+        """Returns the scale or zero point of each element of a region of a matrix."""
+        *leading, rows, columns = block
+        granule = self._matrices[tensor]
+        granule = granule[0], granule[1] or max(extents[-1][1] for extents in self.blocks(tensor))
+        places = [np.arange(*extent) // size for extent, size in zip((rows, columns), granule, strict=True)]
+        region = (*leading, *((int(place[0]), int(place[-1]) + 1) for place in places))
+        grid = np.empty([stop - start for start, stop in region], dtype)
+        read_into(self._source, str(PartName(tensor, part, granule)), region, grid)
+        return grid[..., (places[0] - places[0][0])[:, None], places[1] - places[1][0]]
 
 
 def read_into(source: Source, tensor: str, region: Region, target: np.ndarray) -> None:

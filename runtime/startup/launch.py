@@ -276,10 +276,10 @@ def build_runner(
     config, mesh = start_devices(config, model)
     server = resolve_here(config, model, mesh)
     log_summary(server, is_tp_chosen=is_tp_chosen)
-    weight_bytes = device_weight_bytes(model, server.layout, server.mesh, server.dtype)
+    weight_bytes = device_weight_bytes(server.model, server.layout, server.mesh, server.dtype)
     check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
     with pinned_beside(server.host_cache, server.mesh.local_devices):
-        structure, params = make_params(model, server.layout, server.mesh, server.dtype)
+        structure, params = make_params(server.model, server.layout, server.mesh, server.dtype)
     draft = load_drafting(config, server, params, tokenizer_file) if config.draft_model else None
     served = compile_runner(server, structure, params, draft=draft, cluster=cluster)
     served.start(params, draft.head.weights if draft is not None and draft.head is not None else ())

@@ -56,6 +56,21 @@ def quantised_matrices(config: ModelConfig) -> dict[str, StoredMatrix]:
     return found
 
 
+def dequantised_tensors(config: ModelConfig) -> list[str]:
+    """Returns the names of the tensors of `checkpoint_tensors` that are dequantised while they are loaded."""
+    names, weight_map = (
+        config.quantisation.dequantised if config.quantisation is not None else (),
+        architecture_of(config).weight_map,
+    )
+    return [
+        weight_map.layer_prefix.format(layer) + tensor
+        for key, tensors in weight_map.layers.items()
+        if f"layers.{key}" in names
+        for tensor in tensors.all_names
+        for layer in range(config.num_layers)
+    ]
+
+
 def tensors_to_ignore(config: ModelConfig) -> frozenset[str]:
     """Returns the names of tensors that a checkpoint may contain but the model does not need."""
     tied = frozenset(architecture_of(config).weight_map.tied_head if config.is_tied else ())

@@ -24,11 +24,13 @@ from meshserve.sharding.mesh import named_sharding
 
 from ..api.model_config import ModelConfig
 from ..api.quantisation import NOT_QUANTIZED
+from ..quantisation.grids import SCALE, Granule
 from ..quantisation.quantise import QuantisingSource, is_made
-from ..quantisation.sources import PublishedMatrices, StoredGrids
-from .hf_layout import checkpoint_tensors, hf_pieces, quantised_matrices, tensors_to_ignore
+from ..quantisation.sources import DequantisingSource, PublishedMatrices, StoredGrids
+from .hf_layout import checkpoint_tensors, dequantised_tensors, hf_pieces, quantised_matrices, tensors_to_ignore
 from .orbax_layout import (
     Pieces,
+    dequantised_arrays,
     source_table,
     stack_of,
     stored_name,
@@ -114,11 +116,15 @@ def open_weights(directory: epath.PathLike, config: ModelConfig) -> OpenedWeight
     quantisation = config.quantisation
     if is_orbax(directory):
         checkpoint, made = OrbaxCheckpoint(directory), is_made(quantisation)
-        stored = with_plain_matrices(config) if made else dataclasses.replace(config, head_quantisation=None)
+        stored = with_plain_matrices(config) if made else _as_stored(config)
         checkpoint.check(stored_shapes(stored))
         source: Source = checkpoint
         if quantisation is not None:
             source = QuantisingSource(checkpoint, quantisation) if made else _grids(checkpoint, stored)
+            granules = {name: quantisation.block for name in dequantised_arrays(config)}
+            if not made:
+                granules = {name: _granules(stored)[f"{name}.{SCALE}"] for name in granules}
+            source = DequantisingSource(source, quantisation, granules)
         return OpenedWeights(_with_head(source, config, source_table(config, "head")), stored_pieces)
     files = _tensor_files(directory, config)
     expected: dict[str, tuple[int, ...]] = checkpoint_tensors(config)
@@ -131,7 +137,8 @@ def open_weights(directory: epath.PathLike, config: ModelConfig) -> OpenedWeight
     files.check(expected, tensors_to_ignore(config), dtypes)
     source = files
     if quantisation is not None and is_made(quantisation):
-        source = QuantisingSource(files, quantisation)
+        plain = {name: quantisation.block for name in dequantised_tensors(config)}
+        source = DequantisingSource(QuantisingSource(files, quantisation), quantisation, plain)
     elif quantisation is not None:
         source = PublishedMatrices(files, matrices, quantisation.scale_dtype)
     (head,) = architecture_of(config).weight_map.tables[source_table(config, "head")].all_names
@@ -143,12 +150,22 @@ def _with_head(source: Source, config: ModelConfig, head: str) -> Source:
     return QuantisingSource(source, config.head_quantisation, {head}) if config.head_quantisation else source
 
 
+def _as_stored(config: ModelConfig) -> ModelConfig:
+    """Returns the config of the model as its Orbax checkpoint stores it."""
+    quantisation = None if config.quantisation is None else config.quantisation.held_quantised()
+    return dataclasses.replace(config, quantisation=quantisation, head_quantisation=None)
+
+
 def _grids(checkpoint: OrbaxCheckpoint, config: ModelConfig) -> StoredGrids:
+    return StoredGrids(checkpoint, _granules(config), stored_shapes(config))
+
+
+def _granules(config: ModelConfig) -> dict[str, Granule]:
+    """Returns the granule of each part of a quantised matrix in an Orbax checkpoint."""
     arrays = {
         stored_name(part, key): array for part, arrays in stored_parts(config).items() for key, array in arrays.items()
     }
-    granules = {name: array.granule for name, array in arrays.items() if array.granule is not None}
-    return StoredGrids(checkpoint, granules, {name: array.shape for name, array in arrays.items()})
+    return {name: array.granule for name, array in arrays.items() if array.granule is not None}
 
 
 def device_weight_bytes(config: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype) -> int:
@@ -187,6 +204,6 @@ def load_model(
     started = time.monotonic()
     arrays = load_parameters(opened.source, parameters)
     seconds, num_bytes = time.monotonic() - started, mesh.size * shard_bytes(arrays)
-    kind = dtype.name if config.quantisation is None else config.quantisation.name
+    kind = dtype.name if config.layer_quantisation is None else config.layer_quantisation.name
     _log.info("%.2f GB of %s weights in %.1f s, %.2f GB/s", num_bytes / 1e9, kind, seconds, num_bytes / 1e9 / seconds)
     return structure, jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in flat])

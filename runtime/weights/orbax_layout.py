@@ -190,6 +190,13 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def dequantised_arrays(config: ModelConfig) -> list[str]:
+    """Returns the names of matrices that are dequantised while they are loaded, without the part."""
+    names = config.quantisation.dequantised if config.quantisation is not None else ()
+    parts = stored_parts(config).items()
+    return [stored_name(part, key) for part, arrays in parts for key in arrays if arrays[key].parameter in names]
+
+
 def stored_name(part: str, key: str) -> str:
     """Returns the name of an array in a part."""
     return part if key == part else f"{part}.{key}"

@@ -25,8 +25,10 @@ from meshserve.runtime.planning.kernel_selection import (
     name_kernels,
     product_refusals,
     select_kernels,
+    served_model,
     shape_refusals,
 )
+from meshserve.runtime.planning.memory_plan import weight_bytes
 from meshserve.runtime.planning.resolved_server import resolve_for
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import named_model
@@ -251,6 +253,49 @@ def test_cuda_kernels_are_not_selected_for_what_they_do_not_support(
         has_quantised_weights=has_quantised_weights(model),
     )
     assert (found.attention, found.decode_layers, found.linear) == (attention, decode_layers, products)
+
+
+@pytest.mark.parametrize(
+    ("model", "chip", "num_devices", "dequantize", "is_quantised"),
+    [
+        ("qwen3-0.6b", "h200", 1, "auto", False),
+        ("qwen3-0.6b", "h200", 4, "auto", False),  # the same at any TP size
+        ("qwen3-0.6b", "h200", 1, "never", True),
+        ("qwen3-0.6b", "cpu", 1, "auto", True),
+        ("qwen3-0.6b", "cpu", 1, "always", False),
+        ("qwen3-1.7b", "h200", 1, "auto", True),  # layers of 96 MiB
+        ("qwen3-30b-a3b", "h200", 1, "auto", True),
+    ],
+)
+def test_layers_that_are_not_faster_quantised_are_dequantised(
+    model: str, chip: str, num_devices: int, dequantize: str, is_quantised: bool
+) -> None:
+    config = ServeConfig(model=model, dequantize=dequantize)
+    server = resolve_for(config, named_model(model, "fp8-block"), chip=CHIPS[chip], num_devices=num_devices)
+    assert has_quantised_weights(server.model) == is_quantised
+    assert server.model.quantisation_name == ("" if is_quantised else "dequantised ") + "fp8-block-128x128"
+    plain = resolve_for(ServeConfig(model=model), named_model(model), chip=CHIPS[chip], num_devices=num_devices)
+    if not is_quantised:
+        assert server.kernel_names == plain.kernel_names
+        assert server.buckets == plain.buckets
+        assert weight_bytes(server.model, server.layout, server.dtype) == weight_bytes(
+            plain.model, plain.layout, plain.dtype
+        )
+
+
+def test_dequantised_layers_are_named_in_the_log_and_in_errors(caplog: pytest.LogCaptureFixture) -> None:
+    model = served_model(ServeConfig(model="random", dequantize="always"), FP8_MODEL, "gpu")
+    assert "layers: fp8-block-128x128 weights, dequantised to bfloat16 while they are" in selected(
+        caplog, shapes(1, model=model)
+    )
+    with pytest.raises(ConfigError, match="--dequantize always: the weights of experts stay quantised"):
+        served_model(ServeConfig(model="random", dequantize="always"), named_model("qwen3-30b-a3b", "fp8-block"), "gpu")
+
+
+def test_embedding_models_keep_small_layers_quantised() -> None:
+    """They compute long steps only, in which FP8 products are faster."""
+    model = dataclasses.replace(named_model("qwen3-0.6b", "fp8-block"), pooling=EMBEDDING)
+    assert served_model(ServeConfig(model="random"), model, "gpu") is model
 
 
 def test_a_planned_server_multiplies_on_the_fp8_tensor_cores() -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of every published format, at every TP size: the weights on the devices, and the logits they give."""
 
+import dataclasses
 import math
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from meshserve.kernels.linear import dequantised
 from meshserve.kernels.linear.cases import rounded_activations
 from meshserve.runtime.api.errors import UnsupportedModelError
 from meshserve.runtime.quantisation.declaration import matrix_of
+from meshserve.runtime.weights.convert import convert
 from meshserve.runtime.weights.load import load_model, open_weights
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import read_model
@@ -35,9 +37,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, formats.C
 dequantised_at_once = jax.jit(dequantised)  # one program for a shape instead of one for each operation
 
 
-def loaded(directory: Path, tp: int) -> dict[str, np.ndarray]:
-    """Returns every parameter at a TP size, dequantised."""
-    config = read_model(directory / "config.json")
+def loaded(directory: Path, tp: int, *, quantize: str = "none", is_plain: bool = False) -> dict[str, np.ndarray]:
+    """Returns every parameter at a TP size, dequantised; with `is_plain` while it is loaded."""
+    config = read_model(directory / "config.json", quantize)
+    if is_plain:
+        assert config.quantisation is not None
+        config = dataclasses.replace(config, quantisation=config.quantisation.held_plain())
     _, params = load_model(directory, config, model_layout(config, tp), make_mesh(tp), FLOAT32)
     layers = params["layers"]
     found = {
@@ -61,6 +66,36 @@ def test_weights_are_those_of_the_dequantised_checkpoint(
     for tp in (1, 2, 8):
         expected = loaded(plain, tp)
         for parameter, values in loaded(checkpoints[name].directory, tp).items():
+            np.testing.assert_array_equal(values, expected[parameter], err_msg=f"{parameter} at tp {tp}")
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-channel", "packed-64-zero", "awq"])
+@pytest.mark.parametrize("is_orbax", [False, True])
+def test_weights_that_are_dequantised_while_they_are_loaded_are_the_same(
+    name: str, is_orbax: bool, checkpoints: dict[str, formats.Checkpoint], tmp_path: Path
+) -> None:
+    directory = checkpoints[name].directory
+    if is_orbax:
+        convert(directory, tmp_path / "orbax", dtype="float32", devices=jax.devices("cpu"))
+        directory = tmp_path / "orbax"
+    for tp in (1, 8):
+        expected = loaded(directory, tp)
+        for parameter, values in loaded(directory, tp, is_plain=True).items():
+            np.testing.assert_array_equal(values, expected[parameter], err_msg=f"{parameter} at tp {tp}")
+
+
+@pytest.mark.parametrize("quantize", ["fp8-block", "fp8-channel", "int4"])
+@pytest.mark.parametrize("is_orbax", [False, True])
+def test_weights_that_are_quantised_and_dequantised_while_they_are_loaded_are_the_same(
+    quantize: str, is_orbax: bool, checkpoints: dict[str, formats.Checkpoint], tmp_path: Path
+) -> None:
+    directory = formats.save_plain(tmp_path / "plain", checkpoints["fp8-block"])
+    if is_orbax:
+        convert(directory, tmp_path / "orbax", dtype="float32", devices=jax.devices("cpu"))
+        directory = tmp_path / "orbax"
+    for tp in (1, 8):
+        expected = loaded(directory, tp, quantize=quantize)
+        for parameter, values in loaded(directory, tp, quantize=quantize, is_plain=True).items():
             np.testing.assert_array_equal(values, expected[parameter], err_msg=f"{parameter} at tp {tp}")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.proto_codec import model_info, model_info_response
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.options.serve_config import ServeConfig
@@ -47,6 +48,14 @@ def test_a_quantised_server_generates_the_same_tokens_at_any_tp_size(tmp_path: P
     expected = generated(tmp_path, tp=1, **options)
     assert [len(tokens) for tokens in expected] == [12, 12]
     assert generated(tmp_path, tp=4, cpu_devices=8, **options) == expected
+    for sizes in ({"tp": 1}, {"tp": 4, "cpu_devices": 8}):
+        assert generated(tmp_path, dequantize="always", **sizes, **options) == expected
+
+
+def model_of(quantize: str, *, fp8_head: bool = False) -> ModelConfig:
+    """Returns the config of the demo model."""
+    config_file = Path(__file__).parents[3] / "deploy" / "demo" / "model" / "config.json"
+    return read_model(config_file, quantize, fp8_head=fp8_head)
 
 
 def test_a_server_says_what_is_quantised() -> None:
@@ -57,10 +66,20 @@ def test_a_server_says_what_is_quantised() -> None:
     assert launched.info.dtype == "float32"
     assert model_info(model_info_response(launched.info)) == launched.info
     runner = launched.engine.runner
-    model = read_model(Path(__file__).parents[3] / "deploy" / "demo" / "model" / "config.json", "int4", fp8_head=True)
-    planned = Planner.on(target("cpu:1"), config, model, num_devices=1).plan()
+    planned = Planner.on(target("cpu:1"), config, model_of("int4", fp8_head=True), num_devices=1).plan()
     assert planned.weight_bytes == runner.figures.weight_bytes
     assert planned.page_bytes == runner.figures.page_bytes
+
+
+def test_a_server_with_dequantised_layers_is_planned_and_described_so() -> None:
+    config = ServeConfig(model="demo", quantize="fp8-block", dequantize="always", logits_processors=False, **SMALL)
+    launched = launch(config, lambda outputs: None)
+    assert launched.info.quantization == "dequantised fp8-block-128x128"
+    planned = Planner.on(target("cpu:1"), config, model_of("fp8-block"), num_devices=1).plan()
+    assert planned.quantisation == "dequantised fp8-block-128x128"
+    assert planned.weight_bytes == launched.engine.runner.figures.weight_bytes
+    plain = Planner.on(target("cpu:1"), ServeConfig(model="demo", **SMALL), model_of("none"), num_devices=1).plan()
+    assert planned.weight_bytes == plain.weight_bytes
 
 
 # --- plan
