@@ -10,6 +10,7 @@ from meshserve.sharding.collectives import p2p_max_bytes
 from meshserve.sharding.memory import shard_bytes
 
 from ..program.batch import ProgramKey
+from ..program.step import UNROLLED_TOKENS
 from .aot import DryServer, KnownKey, ProgramReport
 from .kernel_selection import max_fused_prompt_tokens, product_refusals
 from .memory_plan import MIB, MemoryPlan, Planner
@@ -132,7 +133,9 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     num_p2p = int(has_p2p and report.is_step and report.kind != "pooling")  # gathers the best tokens
     if report.kind.startswith("decode") and names.decode_layers == "cuda" and report.size <= server.max_fused_tokens:
         num_p2p += int(has_p2p)  # the embedding
-        return in_sampling + num_p2p + has_head + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
+        num_calls = in_sampling + num_p2p + has_head + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
+        is_unrolled = server.tp == 1 and report.size <= UNROLLED_TOKENS and "greedy x" in report.kind
+        return num_calls * (int(report.kind.rpartition(" ")[2]) if is_unrolled else 1)
     if report.is_step and report.size <= max_fused_prompt_tokens(names, server.kernel_shapes):
         num_layers = 1  # the last one; another call runs those before it
         has_head += 1

@@ -72,6 +72,8 @@ def test_what_does_not_hold_is_named(found, fault):
         ("h100:1", "cuda", "decode top_p", 64, 2),  # plus the search of the filters
         ("h100:1", "cuda", "decode greedy x 4", 64, 1),
         ("h100:1", "cuda", "decode top_p x 4", 64, 2),
+        ("h100:1", "cuda", "decode top_p x 4", 8, 2),
+        ("h100:1", "cuda", "decode greedy x 4", 8, 4),  # without a loop
         ("h100:1", "cuda", "decode x 4", 128, 9),  # more requests than the fused layers support
         ("h100:1", "cuda", "step", 64, 4),  # all layers but the last, its two, and the search
         ("h100:1", "cuda", "step", 96, 9),  # attention and the search
