@@ -98,6 +98,10 @@ def test_whole_stack(case):
     np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(x))  # bitwise equal: no races
 
 
+# As wide steps attend. Without it, single calls of very many decodes attend by blocks that stay, in another order.
+UNDIVIDED = gpu.LaunchShape(attention_splits=1)
+
+
 def by_single_calls(x, weights, cache, batch, inverse_frequencies, *, settings):
     """Runs layers as steps do that are not fused: each product, with its prologue, and each half of attention apart."""
     tokens = PagedBatch(batch.positions, jnp.arange(len(x)), batch.page_table)
@@ -112,7 +116,7 @@ def by_single_calls(x, weights, cache, batch, inverse_frequencies, *, settings):
         norm = RMSNorm(weights.input_norm[layer], settings.epsilon)
         rows = product(x, weights.qkv, layer, prologue=norm)
         q, cache = attention_gpu.qk_norm_rope(rows, cache, tokens, rope, layer=layer)
-        attended = gpu.attention(q, cache, batch, settings=settings, layer=layer)
+        attended = gpu.attention(q, cache, batch, settings=settings, layer=layer, launch=UNDIVIDED)
         x = product(attended, weights.o, layer, residual=x)
         halves = product(x, weights.gate_up, layer, prologue=RMSNorm(weights.post_norm[layer], settings.epsilon))
         x = product(halves, weights.down, layer, prologue=silu_product, residual=x)
