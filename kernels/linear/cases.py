@@ -45,6 +45,8 @@ MATRIX_CASES = tuple(
         Case(name="fp8-block-one-token", kind="fp8", block=(128, 128), tokens=1, columns=512),
         Case(name="fp8-block-decode", kind="fp8", block=(128, 128), tokens=128, leading=(2,), rows=384, columns=512),
         Case(name="fp8-block-decode-many-rows", kind="fp8", block=(128, 128), tokens=128, leading=(2,), rows=3072),
+        Case(name="fp8-block-decode-4096-rows", kind="fp8", block=(128, 128), tokens=128, rows=4096),
+        Case(name="fp8-block-256-decodes-4096-rows", kind="fp8", block=(128, 128), tokens=256, rows=4096),
         Case(name="fp8-channel-decode-many-rows", kind="fp8", block=(1, 256), tokens=128, leading=(2,), rows=3072),
         Case(name="fp8-block-padded-scales", kind="fp8", block=(128, 128), tokens=70, rows=384, columns=768),
         Case(name="fp8-block-prefill", kind="fp8", block=(128, 128), tokens=1025, rows=1024, columns=1024),
