@@ -28,6 +28,7 @@ struct float4 {
   float x, y, z, w;
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct bf16 {
   uint16_t bits;
 };
@@ -55,6 +56,13 @@ void read_lanes(const uint32_t* mine, Read read) {
   warp_state->meet.arrive_and_wait();
   read(warp_state->words);
   warp_state->meet.arrive_and_wait();
+}
+
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {
+  const uint32_t mine[4] = {value};
+  uint32_t found = 0;
+  read_lanes(mine, [&](const auto& words) { found = words[threadIdx.x % 32 ^ lanes][0]; });
+  return found;
 }
 
 inline float largest_of_16_lanes(float value) {
@@ -88,6 +96,7 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   });
 }
 
+inline void store_shared(uint32_t address, uint4 v) { std::memcpy(shared_memory + address, &v, 16); }
 inline uint4 load_shared(uint32_t address) {
   uint4 v;
   std::memcpy(&v, shared_memory + address, 16);
@@ -148,6 +157,10 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 
 template <class T>
 T __ldg(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcg(const T* from) {
   return *from;
 }
 
