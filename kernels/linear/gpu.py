@@ -30,12 +30,10 @@ _MAX_COLUMNS = 32_768  # limited by the registers of the kernel that rounds acti
 _SPREAD_TOKENS, _SPREAD_ROWS = 128, 4096
 _WIDER_SPREAD_ROWS, _WIDER_SPREAD_COLUMNS, _FIRST_CHOICE_TOKENS = 8192, 8192, 96
 _LONGER_SPREAD_TOKENS, _LONGER_SPREAD_ELEMENTS = 256, 25 << 20
-# With scales for 128 x 128 elements, cuBLASLt proposes tiles of 128 x 128 for few tokens. Smaller ones are faster where
-# they fill the SMs, once (docs/log/decode.md). Rows, tokens, and the value of cublasLtMatmulTile_t; in pairs of blocks.
-_TILES = ((64, 64, 15), (128, 64, 18))
-_TILED_BLOCKS = range(80, 133)
-_TILED_ROWS = {128: 8192, 192: 4096, 256: 4096}  # at most so many, by tokens
-_PAIR = 3  # of cublasLtClusterShape_t
+# With scales for 128 x 128 elements, cuBLASLt proposes tiles of 128 x 128 for few tokens. With 128 tokens, tiles of 64
+# x 64 are faster where they fill the SMs once (docs/log/decode.md). Tile and cluster are values of cuBLASLt's enums.
+_TILED_TOKENS, _TILED_ROWS = 128, range(2560, 4097)
+_TILE, _PAIR_OF_BLOCKS = 15, 3
 # With block scales, more tokens and rows than these take a sixth less time with cuBLASLt's second choice.
 _MANY_TOKENS, _MANY_ROWS = 4096, 16_384
 _WORKSPACE_BYTES = 32 << 20  # cuBLAS's recommendation for Hopper; also in ../cuda/cublas_lt.cuh
@@ -145,8 +143,9 @@ def algorithm_for(weight: QuantisedMatrix, num_tokens: int, *, num_stacked: int 
     """Returns what was measured to be fast for a matrix, or for those of a stack."""
     num_rows, columns = int(np.prod(weight.shape[:-1])) // num_stacked, weight.shape[-1]
     can_spread = columns % BLOCK_COLUMNS == 0
-    if weight.block == (BLOCK_COLUMNS, BLOCK_COLUMNS) and (tile := _tile_for(num_rows, num_tokens)):
-        return Algorithm(candidate=256 * tile + _PAIR)
+    has_blocks = weight.block == (BLOCK_COLUMNS, BLOCK_COLUMNS)
+    if has_blocks and num_tokens == _TILED_TOKENS and num_rows in _TILED_ROWS:
+        return Algorithm(candidate=256 * _TILE + _PAIR_OF_BLOCKS)
     if can_spread and num_rows <= _SPREAD_ROWS:
         is_small = num_rows * columns <= _LONGER_SPREAD_ELEMENTS
         if num_tokens <= (_LONGER_SPREAD_TOKENS if is_small else _SPREAD_TOKENS):
@@ -158,16 +157,6 @@ def algorithm_for(weight: QuantisedMatrix, num_tokens: int, *, num_stacked: int 
         return Algorithm(is_spread=True)
     has_many = num_tokens > _MANY_TOKENS and num_rows > _MANY_ROWS
     return Algorithm(candidate=int(weight.block[0] == BLOCK_COLUMNS and has_many))
-
-
-def _tile_for(num_rows: int, num_tokens: int) -> int:
-    """Returns the tile that was measured to be fast with block scales, or 0 for the one that cuBLASLt proposes."""
-    if num_rows > _TILED_ROWS.get(num_tokens, 0):
-        return 0
-    for tile_rows, tile_tokens, tile in _TILES:
-        if num_rows // tile_rows * (num_tokens // tile_tokens) in _TILED_BLOCKS:
-            return tile
-    return 0
 
 
 def _num_arranged(weight: QuantisedMatrix, *, is_spread: bool) -> int:

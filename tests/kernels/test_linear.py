@@ -151,17 +151,17 @@ def test_output_heads_of_every_shard_are_taken() -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "num_tokens", "tile"),
     [
-        (6144, 4096, 128, 18),  # of an 8B: QKV
+        (6144, 4096, 128, None),  # of an 8B: QKV
         (4096, 4096, 128, 15),
-        (4096, 12_288, 192, 18),
+        (4096, 12_288, 128, 15),
+        (4096, 12_288, 192, None),
         (24_576, 4096, 128, None),
-        (6144, 4096, 192, None),
-        (5120, 5120, 128, 18),  # of a 14B
-        (2560, 9728, 192, 15),  # of a 4B
+        (5120, 5120, 128, None),  # of a 14B
+        (2560, 9728, 128, 15),  # of a 4B
         (4096, 4096, 96, None),
     ],
 )
-def test_few_tokens_take_the_tile_that_fills_the_gpu(
+def test_128_tokens_take_the_tile_that_fills_the_gpu(
     rows: int, columns: int, num_tokens: int, tile: int | None
 ) -> None:
     scale = jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.float32)
