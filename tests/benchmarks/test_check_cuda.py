@@ -163,17 +163,18 @@ def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels
 
 
 @needs_compiler
-def test_several_decode_steps_in_a_dispatch_choose_nothing_on_the_device():
+@pytest.mark.parametrize(("size", "num_loops"), [(4, 0), (64, 1)])
+def test_several_decode_steps_in_a_dispatch_choose_nothing_on_the_device(size, num_loops):
     plan = server(num_layers=2)
     plan = plan.replan(config=dataclasses.replace(plan.server.requested, max_decode_steps=4))
     shape = plan.server.cache_shape(plan.plan().served_pages)
     dry = DryServer.on(plan.target, plan.server)
-    key = ("decode greedy x 4", 4)
+    key = ("decode greedy x 4", size)
     found = dry.report(key, dry.programs(shape).to_lower()[key])
     assert program_faults(plan, found, dry.cache_bytes(shape)) == []
     (bucket,) = (bucket for bucket in plan.server.buckets if bucket.key == key)
     text = dry.compile(bucket, shape).as_text()
-    assert text.count(" while(") == 1 and '"known_trip_count":{"n":"4"}' in text
+    assert text.count(" while(") == text.count('"known_trip_count":{"n":"4"}') == num_loops
     assert " conditional(" not in text
 
 
