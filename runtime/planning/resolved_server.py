@@ -53,6 +53,7 @@ from .server_programs import ServerPrograms
 _NO_HOPPER = "the CUDA kernels need a Hopper GPU"
 _KERNEL_PAGE_TOKENS = 16  # a multiple of which the attention kernels for GPUs and TPUs need
 _FREE_TOKENS = 256  # up to about this many tokens, a step takes as long as with one: it reads all weights
+_FREE_EXPERT_TOKENS = 128  # the same for each expert of a layer with experts (docs/log/scheduler.md)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,7 +313,7 @@ def _resolved(
         cache_dtype=shapes.cache_dtype,
         kernel_names=names,
         max_fused_tokens=num_fused_tokens,
-        limits=_limits(config, chosen, context_tokens(config, shapes.model), buckets),
+        limits=_limits(config, chosen, shapes.model, buckets),
         step_limits=chosen,
         buckets=buckets,
         has_processors=config.logits_processors and not is_pooling,
@@ -323,7 +324,21 @@ def _resolved(
     )
 
 
-def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: tuple[Bucket, ...]) -> SchedulerLimits:
+def _free_tokens(chosen: StepLimits, model: ModelConfig) -> int:
+    """Returns the number of tokens up to which padding a step takes less time than another step.
+
+    It is no larger than the bound of prompts beside decodes, which the decodes would otherwise pad to twice as many.
+    """
+    if model.experts is None:
+        return _FREE_TOKENS
+    num_tokens = _FREE_EXPERT_TOKENS * model.experts.num_experts // model.experts.num_chosen
+    return min(num_tokens, chosen.low_load_prefill_tokens or chosen.max_prefill_tokens or num_tokens)
+
+
+def _limits(
+    config: ServeConfig, chosen: StepLimits, model: ModelConfig, buckets: tuple[Bucket, ...]
+) -> SchedulerLimits:
+    free_tokens = _free_tokens(chosen, model)
     sizes = sorted({bucket.num_tokens for bucket in buckets if not bucket.is_decode})
     fused_sizes = {bucket.num_tokens for bucket in buckets if bucket.has_drafts}
     return SchedulerLimits(
@@ -331,7 +346,7 @@ def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: 
         max_running=chosen.max_running,
         max_step_tokens=chosen.max_step_tokens,
         max_waiting=config.max_waiting,
-        max_context=max_context,
+        max_context=context_tokens(config, model),
         max_prefill_tokens=chosen.max_prefill_tokens,
         low_load_prefill_tokens=chosen.low_load_prefill_tokens,
         max_decode_steps=chosen.max_decode_steps,
@@ -340,7 +355,7 @@ def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: 
         draft_tokens=config.draft_tokens,
         has_draft_model=bool(config.draft_model),
         draft_min_match=config.draft_min_match,
-        step_sizes=tuple(size for size in sizes if size >= _FREE_TOKENS),
+        step_sizes=tuple(size for size in sizes if size >= free_tokens),
         draft_sizes=tuple(sorted({*sizes, *fused_sizes})),
     )
 

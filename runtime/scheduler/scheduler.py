@@ -32,6 +32,10 @@ from .running import NEVER, Running, book_prompt_logprobs
 from .speculation import Speculation
 from .step_plan import Chunk, Draft, Progress, StepPlan
 
+# Short steps serve the requests that decode. While more than an eighth as many wait for their first tokens, and more
+# than arrive together by chance, long steps serve more of them (docs/decisions/071).
+_DECODES_TO_ONE_NEW, _FEW_NEW = 8, 3
+
 
 class Scheduler:
     """Plans steps and tracks the requests.
@@ -150,7 +154,7 @@ class Scheduler:
         prefilling = self._plan_decodes(draft)
         draft.num_tokens_left -= len(draft.decodes)
         if draft.decodes and self.limits.max_prefill_tokens:
-            num_beside = self.limits.num_beside(len(draft.decodes), self._is_load_low(prefilling))
+            num_beside = self.limits.num_beside(len(draft.decodes), self._is_load_low(prefilling, len(draft.decodes)))
             draft.num_tokens_left = min(draft.num_tokens_left, num_beside)
         for request in prefilling:
             self._admit(draft, ahead_of=request)
@@ -219,9 +223,11 @@ class Scheduler:
                 about_to_leave.append(request)
         return sorted([request for request in prefilling if request.slot is not None], key=self._shares.turn)
 
-    def _is_load_low(self, prefilling: list[Request]) -> bool:
-        """Returns whether at most twice `max_prefill_tokens` are left to compute, which short steps do soon."""
-        if not self.limits.low_load_prefill_tokens or self.num_waiting > self.limits.max_running:
+    def _is_load_low(self, prefilling: list[Request], num_decodes: int) -> bool:
+        """Returns whether prompts should be computed in short steps: beside `num_decodes` decodes few requests have
+        tokens left to compute, and at most twice `max_prefill_tokens` of them, which short steps do soon."""
+        num_new = len(prefilling) + self.num_waiting
+        if not self.limits.low_load_prefill_tokens or num_new > max(_FEW_NEW, num_decodes // _DECODES_TO_ONE_NEW):
             return False
         num_left = sum(request.num_prefill_tokens - request.num_computed_tokens for request in prefilling)
         for request in self._shares.waiting():

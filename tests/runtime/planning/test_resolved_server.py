@@ -60,6 +60,14 @@ def test_buckets_and_limits_follow_the_kernels() -> None:
     assert (gpu.dtype.name, cpu.dtype.name) == ("bfloat16", "float32")
 
 
+def test_padding_is_free_until_each_expert_has_a_tile_of_tokens() -> None:
+    model = named_model("qwen3-30b-a3b")
+    server = resolve_for(ServeConfig(model="qwen3-30b-a3b"), model, chip=CHIPS["h200"], num_devices=1)
+    assert server.limits.step_sizes == (2048, 4096, 8192, 16_384)
+    bounded = ServeConfig(model="qwen3-30b-a3b", max_prefill_tokens=1024)
+    assert resolve_for(bounded, model, chip=CHIPS["h200"], num_devices=1).limits.step_sizes[0] == 1024
+
+
 @pytest.mark.parametrize(
     ("num_devices", "options", "is_by_mode"),
     [

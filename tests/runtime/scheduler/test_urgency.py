@@ -113,6 +113,21 @@ def test_prefill_beside_decodes_is_shorter_while_few_prompt_tokens_are_left():
     assert sizes == [3, 6, 3, 3, 3, 0]
 
 
+def test_prefill_beside_decodes_is_longer_while_many_requests_wait_for_their_first_tokens():
+    scheduler = make_scheduler(
+        400, max_running=40, max_waiting=40, max_step_tokens=64, max_prefill_tokens=16, low_load_prefill_tokens=4
+    )
+    scheduler.add(*(make_request(seed, num_prompt_tokens=1, max_tokens=20) for seed in range(32)))
+    assert scheduler.plan(0.0) is not None
+    scheduler.add(*(make_request(seed, num_prompt_tokens=6, max_tokens=20) for seed in range(40, 45)))
+    sizes = []
+    for _ in range(6):  # 5 requests, more than an eighth of the 32 that decode; then 3 with 14 tokens left
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        sizes.append(plan.num_prefill_tokens)
+    assert sizes == [16, 4, 4, 4, 2, 0]
+
+
 def test_long_cached_prompts_that_wait_are_looked_up_in_few_pages(monkeypatch: pytest.MonkeyPatch):
     scheduler = make_scheduler(
         300, max_running=30, max_waiting=30, max_step_tokens=1000, max_prefill_tokens=217, low_load_prefill_tokens=3,
@@ -133,9 +148,9 @@ def test_long_cached_prompts_that_wait_are_looked_up_in_few_pages(monkeypatch: p
         return match(pages, keys)
 
     monkeypatch.setattr(PageAllocator, "match", counted)
-    assert not scheduler._is_load_low([])  # 435 tokens are left
+    assert not scheduler._is_load_low([], 8 * 29)  # 435 tokens are left
     scheduler.finish(waiting[0], FinishReason.CANCELLED, 0.0)
-    assert scheduler._is_load_low([])
+    assert scheduler._is_load_low([], 8 * 29)
     assert len(waiting) < len(looked_up) < 20 * len(waiting)
 
 
