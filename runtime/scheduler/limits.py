@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from ..api.errors import InvalidRequestError
 from ..api.request import Request
 
+_DECODES_TO_ONE_NEW, _FEW_NEW = 8, 3  # see `SchedulerLimits.has_few_new`
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
@@ -51,6 +53,14 @@ class SchedulerLimits:
         below, above = self.sizes_around(num_tokens)
         is_cut = num_decodes < below and num_tokens - below < above - num_tokens
         return below - num_decodes if is_cut else most
+
+    def has_few_new(self, num_new: int, num_decodes: int) -> bool:
+        """Returns whether `num_new` requests with prompt tokens left may be computed in short steps.
+
+        Short steps serve the requests that decode. While more than an eighth as many are new, and more than arrive
+        together by chance, long steps serve more of them (docs/decisions/071).
+        """
+        return bool(self.low_load_prefill_tokens) and num_new <= max(_FEW_NEW, num_decodes // _DECODES_TO_ONE_NEW)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -32,10 +32,6 @@ from .running import NEVER, Running, book_prompt_logprobs
 from .speculation import Speculation
 from .step_plan import Chunk, Draft, Progress, StepPlan
 
-# Short steps serve the requests that decode. While more than an eighth as many wait for their first tokens, and more
-# than arrive together by chance, long steps serve more of them (docs/decisions/071).
-_DECODES_TO_ONE_NEW, _FEW_NEW = 8, 3
-
 
 class Scheduler:
     """Plans steps and tracks the requests.
@@ -224,10 +220,8 @@ class Scheduler:
         return sorted([request for request in prefilling if request.slot is not None], key=self._shares.turn)
 
     def _is_load_low(self, prefilling: list[Request], num_decodes: int) -> bool:
-        """Returns whether prompts should be computed in short steps: beside `num_decodes` decodes few requests have
-        tokens left to compute, and at most twice `max_prefill_tokens` of them, which short steps do soon."""
-        num_new = len(prefilling) + self.num_waiting
-        if not self.limits.low_load_prefill_tokens or num_new > max(_FEW_NEW, num_decodes // _DECODES_TO_ONE_NEW):
+        """Returns whether few requests have prompt tokens left, at most twice `max_prefill_tokens`: short steps suffice."""
+        if not self.limits.has_few_new(len(prefilling) + self.num_waiting, num_decodes):
             return False
         num_left = sum(request.num_prefill_tokens - request.num_computed_tokens for request in prefilling)
         for request in self._shares.waiting():
