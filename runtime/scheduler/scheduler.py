@@ -220,7 +220,7 @@ class Scheduler:
         return sorted([request for request in prefilling if request.slot is not None], key=self._shares.turn)
 
     def _is_load_low(self, prefilling: list[Request], num_decodes: int) -> bool:
-        """Returns whether few requests have prompt tokens left, at most twice `max_prefill_tokens`: short steps suffice."""
+        """Returns whether few requests have prompt tokens left, at most twice `max_prefill_tokens`, for short steps."""
         if not self.limits.has_few_new(len(prefilling) + self.num_waiting, num_decodes):
             return False
         num_left = sum(request.num_prefill_tokens - request.num_computed_tokens for request in prefilling)
