@@ -101,6 +101,11 @@ ffi::Error decode_expert_layers(cudaStream_t stream, ffi::RemainingArgs all, Out
     if (experts::splits_activations(expert_shapes)) {
       return run(StepOf<RoutedFp8Weights>(shapes, tuning_of(tuning), stream));
     }
+    // Tokens are the rows of these products, and 16 rows of weights share a scale.
+    const bool has_row_blocks = qkv.matrix.scales.rows_each % 16 == 0 && o.matrix.scales.rows_each % 16 == 0;
+    if (shapes.batch > SingleFp8Weights::kMost && shapes.head_dim == 128 && has_row_blocks) {
+      return run(StepOf<RoutedSingleFp8Weights>(shapes, tuning_of(tuning), stream));
+    }
     if (shapes.batch == 1) return run(StepOf<OneTokenFp8Weights>(shapes, tuning_of(tuning), stream));
   }
   return run(StepOf<W>(shapes, tuning_of(tuning), stream));

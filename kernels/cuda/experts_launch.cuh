@@ -531,6 +531,9 @@ std::vector<const void*> kernels_of() {
     add_projections_of<Epilogue::kRouted, OneTokenFp8Weights>(kernels);
     add_projections_of<Epilogue::kQkv, RoutedFp8Weights>(kernels);
     add_projections_of<Epilogue::kResidual, RoutedFp8Weights>(kernels);
+    add_projections_of<Epilogue::kQkv, RoutedSingleFp8Weights>(kernels);
+    add_projections_of<Epilogue::kResidual, RoutedSingleFp8Weights>(kernels);
+    add(combine_kernel<SingleFp8Weights>);
   } else {
     add(tiles_kernel<false, 1>);
     add(tiles_kernel<true, 1>);

@@ -410,8 +410,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   constexpr int kInputTiles = W::kBlockColumns / kBlockK;  // per block of k
   constexpr int kInputBytes = kTilesPerBlock<W> * N * kBlockK * 2;
   constexpr int kChains = kIsNarrow<N> && !W::kIsQuantised ? 2 : 1;  // wgmma chains that hide each other's latency
-  constexpr int kTogether = N < 64 || W::kIsQuantised ? 1 : 2;  // tokens per warp whose loads are in flight together
-  constexpr int kPartsTogether = kMaxSplits / kTogether;        // blocks per token whose sums are in flight together
+  constexpr int kTogether = kHasTokenRows<W> ? 4 : N < 64 || W::kIsQuantised ? 1 : 2;  // a warp's tokens in flight
+  constexpr int kPartsTogether = kMaxSplits / kTogether;  // blocks per token whose sums are in flight together
   extern __shared__ __align__(1024) uint8_t ring[];
 
   // The shuffle tells the compiler that the warp index is uniform within a warp, which wgmma requires.
@@ -537,6 +537,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   }
 
   // Tokens are assigned round-robin to the splits, then to a split's warps.
+  const int token_row = warp % 4 * 16 + lane / 4;  // the first of a lane's two, if tokens are the rows of the product
   const int token_step = splits * kConsumerWarps;
   const int first_n = split + splits * warp;
   touch_parameters(args);
@@ -558,12 +559,12 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     table.last_group = (k_end * W::kBlockColumns - 1) >> scales.columns_log2;
     table.group_bytes = 4 * entries;
     const uint32_t first_entry = ring_address + args.table_offset;
-    table.address = first_entry + 4 * (entries == 8 ? warp : 16 * warp + lane / 4);
+    table.address = first_entry + 4 * (kHasTokenRows<W> ? warp / 4 * 4 : entries == 8 ? warp : 16 * warp + lane / 4);
     table.second = entries == 8 ? 0 : 4 * 8;
     load_scales<W>(scales, args.row_base + tile * args.tile_step, args.second_half, table.first_group,
                    table.last_group - table.first_group + 1, kConsumers, first_entry);
     if constexpr (W::kIsSplit) {
-      table.exponents = ring_address + args.exponent_offset + 2 * (lane % 4);
+      table.exponents = ring_address + args.exponent_offset + (kHasTokenRows<W> ? token_row : 2 * (lane % 4));
       table.first_column = k_begin * W::kBlockColumns;
       table.num_tokens = args.batch - first_token;
       table.has_zero = scales.zero != nullptr;
@@ -585,7 +586,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   };
   if constexpr (kAttends<E>) {
     if (part.token >= 0) operands[0] = load_operands<E>(args, tile, part.token, lane);
-  } else {
+  } else if constexpr (!kHasTokenRows<W>) {
     fetch_operands(first_n);
   }
 
@@ -675,6 +676,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     }
   }
   if (is_cluster) cluster_wait();
+  if constexpr (kHasTokenRows<W>) fetch_operands(first_n);  // whose registers the products needed
 
   // Add the splits. Narrow kernels: each block sends a token's sums to the block that finishes the token, which counts
   // the received bytes. Wide kernels: each block stores its sums in the ring's memory, and the others read them there.
@@ -713,8 +715,14 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
 #pragma unroll
     for (int j = 0; j < N / 2; ++j) {
-      int token = 8 * (j / 4) + column + j % 2;
-      partial[token * kSumStride + row + j % 4 / 2 * 8] = sums[0][j];
+      if constexpr (kHasTokenRows<W>) {
+        if (j % 2 != 0) continue;
+        float* to = partial + (token_row + j % 4 / 2 * 8) * kSumStride + warp / 4 * 64 + j / 4 * 8 + column;
+        *reinterpret_cast<float2*>(to) = make_float2(sums[0][j], sums[0][j + 1]);
+      } else {
+        int token = 8 * (j / 4) + column + j % 2;
+        partial[token * kSumStride + row + j % 4 / 2 * 8] = sums[0][j];
+      }
     }
   }
   if (is_cluster && !kIsNarrow<N>) {

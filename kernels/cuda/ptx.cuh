@@ -258,6 +258,11 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
 __device__ __forceinline__ void store_shared_byte(uint32_t address, uint8_t byte) {
   asm volatile("st.shared.b8 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(byte)) : "memory");
 }
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
+  uint32_t byte;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address) : "memory");
+  return byte;
+}
 __device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
   uint16_t half;
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");

@@ -16,6 +16,23 @@ template <int N>
 __device__ __forceinline__ void load_exponents(const uint8_t* exponents, int row_groups, int num_tokens, int num_real,
                                                int num_groups, int num_threads, uint32_t to) {
   constexpr int kTogether = 4;  // loads in flight at a time
+  constexpr int kAtOnce = 8;    // groups of a token
+  if (num_real == num_groups && num_groups % kAtOnce == 0 && reinterpret_cast<size_t>(exponents) % kAtOnce == 0 &&
+      row_groups % kAtOnce == 0) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_groups / kAtOnce * N; i += num_threads) {
+      const int token = i * kAtOnce / num_groups, group = i * kAtOnce % num_groups;
+      uint2 bytes = make_uint2(0, 0);
+      if (token < num_tokens) {
+        bytes = *reinterpret_cast<const uint2*>(exponents + static_cast<size_t>(token) * row_groups + group);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        store_shared_byte(to + (group + j) * N + token, (j < 4 ? bytes.x : bytes.y) >> 8 * (j % 4));
+      }
+    }
+    return;
+  }
   const int total = num_groups * N;
 #pragma unroll 1
   for (int first = threadIdx.x; first < total; first += kTogether * num_threads) {
@@ -164,6 +181,49 @@ struct BlockProduct<N, OneTokenFp8Weights> : E4m3BlockProduct<N, 2> {
 template <int N>
 struct BlockProduct<N, SingleFp8Weights> : E4m3BlockProduct<N, 1> {
   using E4m3BlockProduct<N, 1>::E4m3BlockProduct;
+};
+
+// The same of one number for each activation, with 64 tokens as the rows of the product: a lane has two tokens and 16
+// rows of weights, so that 8 factors scale all of its sums.
+template <>
+struct BlockProduct<64, RoutedSingleFp8Weights> {
+  float (&sums)[32];
+  uint32_t weights, input;  // 64 rows of the tile, and the tile of activations
+  const ScaleTable& table;  // whose address is that of the first of 4 scales, each of 16 rows
+  int column;               // the block's first column
+
+  float partial[32];
+
+  __device__ __forceinline__ BlockProduct(float (&sums)[32], uint32_t weights, uint32_t input, const ScaleTable& table,
+                                          int column)
+      : sums(sums), weights(weights), input(input), table(table), column(column) {}
+
+  __device__ __forceinline__ void run() {
+    unit<0>();
+    unit<1>();
+  }
+
+ private:
+  template <int kUnit>
+  __device__ __forceinline__ void unit() {
+    wgmma_begin();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32_t bytes = 64 * kUnit + 32 * j;
+      multiply_e4m3<64>(partial, moved_on(tile_descriptor(input), bytes), moved_on(tile_descriptor(weights), bytes), j);
+    }
+    wgmma_commit();
+    const int first = column + 64 * kUnit;
+    const int group = min(first >> table.columns_log2, table.last_group) - table.first_group;
+    const float4 rows = load_shared_float4(table.address + group * table.group_bytes);
+    const uint32_t at = table.exponents + (first - table.first_column);  // a byte of 64 tokens for each 64 columns
+    const float power[2] = {power_of(load_shared_byte(at)), power_of(load_shared_byte(at + 8))};
+    const float scale[4] = {rows.x, rows.y, rows.z, rows.w};
+    wgmma_wait<0>();
+    keep_in_place(partial);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sums[i] = fmaf(power[i / 2 % 2] * scale[i / 8], partial[i], sums[i]);
+  }
 };
 
 }  // namespace meshserve

@@ -66,6 +66,10 @@ struct OneTokenFp8Weights : SplitFp8Weights {
 struct SingleFp8Weights : SplitFp8Weights {  // e4m3, multiplied with single activations
   static constexpr int kFewest = 32, kMost = 64;
 };
+// The same of a layer with a router and experts, whose tokens are the rows of the product.
+struct RoutedSingleFp8Weights : SingleFp8Weights {
+  static constexpr int kFewest = 64;
+};
 struct IntegerInt4Weights {  // as Int4Weights, multiplied with integer activations
   using Matrix = ScaledMatrix;
   static constexpr bool kIsQuantised = true, kIsInt4 = true, kIsSplit = true;
@@ -85,7 +89,9 @@ struct RoundedFp8Weights {
 };
 
 template <class W>
-constexpr bool kIsSingle = std::is_same_v<W, SingleFp8Weights>;
+constexpr bool kHasTokenRows = std::is_same_v<W, RoutedSingleFp8Weights>;
+template <class W>
+constexpr bool kIsSingle = std::is_same_v<W, SingleFp8Weights> || kHasTokenRows<W>;
 // Tiles [N, 64] of activations for a block of columns, 128 bytes of each token.
 template <class W>
 constexpr int kTilesPerBlock = kIsSingle<W> ? 1 : W::kBlockColumns / 64;
@@ -95,10 +101,13 @@ constexpr bool kSplitsInput = std::is_same_v<W, OneTokenFp8Weights>;
 
 // The format whose activations a format takes, and the one that the output projection leaves for what follows it.
 template <class W>
-using Taken = std::conditional_t<std::is_same_v<W, RoutedFp8Weights>, SplitFp8Weights,
-                                 std::conditional_t<kSplitsInput<W>, Fp8Weights, W>>;
+constexpr bool kIsRouted = std::is_same_v<W, RoutedFp8Weights> || kHasTokenRows<W>;
 template <class W>
-using Left = std::conditional_t<std::is_same_v<W, RoutedFp8Weights> || kSplitsInput<W>, Fp8Weights, W>;
+using Taken = std::conditional_t<
+    std::is_same_v<W, RoutedFp8Weights>, SplitFp8Weights,
+    std::conditional_t<kHasTokenRows<W>, SingleFp8Weights, std::conditional_t<kSplitsInput<W>, Fp8Weights, W>>>;
+template <class W>
+using Left = std::conditional_t<kIsRouted<W> || kSplitsInput<W>, Fp8Weights, W>;
 
 // Returns the width of the products of a step, in tokens: the N of their wgmma instructions.
 constexpr int width_of(int tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }

@@ -180,6 +180,10 @@ EXPERT_CASES = (
         weights="fp8-block", cache_dtype="float8_e4m3fn",
     ),
     Case(
+        name="experts-fp8-cache-100", lengths=(*range(40, 139), 0), embed=512, num_experts=16, num_chosen=4, mlp=256,
+        weights="fp8-block", cache_dtype="float8_e4m3fn",
+    ),
+    Case(
         name="experts-fp8-wide", lengths=(70, 0, 3), embed=2048, num_experts=12, num_chosen=4, mlp=128,
         weights="fp8-block",
     ),

@@ -15,7 +15,7 @@ from .emulated_experts import Scales, ordered, stack
 pytestmark = on_host.needs_compiler
 BFLOAT16 = ml_dtypes.bfloat16
 EPSILON = 1e-5
-BF16, FP8, SPLIT, SINGLE = range(4)  # weights; of the last two, activations are split, or to be split
+BF16, FP8, SPLIT, SINGLE, ROUNDED = range(5)  # weights; of the last three, activations are split, to be split, or rounded
 
 
 class Problem(ctypes.Structure):
@@ -38,11 +38,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return on_host.compiled_projection(tmp_path_factory.mktemp("emulated"), "projection.cpp")
 
 
-def inputs(is_fp8: bool, batch: int, columns: int, rows: int) -> tuple[np.ndarray, np.ndarray, dict, np.ndarray]:
+def inputs(format: int, batch: int, columns: int, rows: int) -> tuple[np.ndarray, np.ndarray, dict, np.ndarray]:
     """Returns activations, the result [batch, rows] in float64, the problem so far, and what it points to."""
     rng = np.random.default_rng(11)
     x = rng.standard_normal((batch, columns)).astype(BFLOAT16).astype(np.float32)
-    weights = stack(rng.standard_normal((2, rows, columns), np.float32) * columns**-0.5, is_fp8)
+    if format == ROUNDED:
+        x = x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    weights = stack(rng.standard_normal((2, rows, columns), np.float32) * columns**-0.5, format != BF16)
     given = {
         "batch": batch, "columns": columns, "tiles": rows // 128, "layer_row": rows, "x": x.ctypes.data,
         "weights": weights.data.ctypes.data, "scales": weights.scales, "epsilon": EPSILON,
@@ -63,11 +65,13 @@ def inputs(is_fp8: bool, batch: int, columns: int, rows: int) -> tuple[np.ndarra
         (BF16, 70, 1),
         (SINGLE, 1, 1),
         (SINGLE, 1, 4),
+        (ROUNDED, 70, 1),
+        (ROUNDED, 100, 3),
     ],
 )
 def test_query_key_and_value(library: ctypes.CDLL, format: int, batch: int, splits: int) -> None:
     kv_heads, group, page_size, columns = 1, 2, 16, 512
-    x, product, given, _unused = inputs(format != BF16, batch, columns, kv_heads * (group + 2) * 128)
+    x, product, given, _unused = inputs(format, batch, columns, kv_heads * (group + 2) * 128)
     rng = np.random.default_rng(12)
     sums = np.ascontiguousarray((x.reshape(batch, -1, 128) ** 2).sum(axis=2))
     gains = rng.uniform(0.5, 2, (2, 128)).astype(BFLOAT16)
@@ -114,12 +118,14 @@ def test_query_key_and_value(library: ctypes.CDLL, format: int, batch: int, spli
         (BF16, 64, 8),
         (SINGLE, 1, 2),
         (SINGLE, 1, 4),
+        (ROUNDED, 70, 1),
+        (ROUNDED, 64, 3),
     ],
 )
 def test_output(library: ctypes.CDLL, format: int, batch: int, splits: int) -> None:
     """What it leaves for the router has the order that 8-bit weights need. 70 tokens take two groups of blocks."""
     columns, embed = 512, 256
-    _, product, given, _unused = inputs(format != BF16, batch, columns, embed)
+    _, product, given, _unused = inputs(format, batch, columns, embed)
     rng = np.random.default_rng(13)
     residual = rng.standard_normal((batch, embed)).astype(BFLOAT16)
     gain = rng.uniform(0.5, 2, embed).astype(BFLOAT16)

@@ -30,13 +30,17 @@ struct Problem {
 
 template <Epilogue E, class W>
 void run(const Problem& problem) {
-  constexpr int N = W::kMost;
+  constexpr int N = W::kMost, kBlockInput = kTilesPerBlock<W> * kBlockK;
   const std::vector<bf16> input = activations_of<Taken<W>>(problem.x, problem.batch, problem.columns);
   const int rows = 2 * problem.tiles * kTileRows;
   const CUtensorMap weights = map_of_weights<W>(problem.weights, rows, problem.columns);
-  const CUtensorMap tokens = {reinterpret_cast<const uint8_t*>(input.data()),
-                              {kBlockK, problem.batch, problem.columns / kBlockK},
-                              {kBlockK, N, W::kBlockColumns / kBlockK},
+  std::vector<bf16> fetched;  // without the bytes of single activations that are not used
+  for (size_t at = 0; at < static_cast<size_t>(problem.batch) * problem.columns; at += W::kBlockColumns) {
+    fetched.insert(fetched.end(), input.begin() + at, input.begin() + at + kBlockInput);
+  }
+  const CUtensorMap tokens = {reinterpret_cast<const uint8_t*>(fetched.data()),
+                              {kBlockK, problem.batch, problem.columns / W::kBlockColumns * kTilesPerBlock<W>},
+                              {kBlockK, N, kTilesPerBlock<W>},
                               2};
   ArgsOf<E, W> args = {};
   if constexpr (W::kIsSplit) {
@@ -116,4 +120,5 @@ extern "C" void project(int format, int is_qkv, const Problem* problem) {
   if (format == 1) run<Fp8Weights>(is_qkv != 0, *problem);
   if (format == 2) run<RoutedFp8Weights>(is_qkv != 0, *problem);
   if (format == 3) run<OneTokenFp8Weights>(is_qkv != 0, *problem);
+  if (format == 4) run<RoutedSingleFp8Weights>(is_qkv != 0, *problem);
 }

@@ -310,6 +310,7 @@ inline float4 load_shared_float4(uint32_t address) {
   return v;
 }
 inline void store_shared_byte(uint32_t address, uint8_t byte) { shared_base[address] = byte; }
+inline uint32_t load_shared_byte(uint32_t address) { return shared_base[address]; }
 inline uint32_t load_shared_half(uint32_t address) {
   uint16_t half;
   std::memcpy(&half, shared_base + address, 2);

@@ -74,6 +74,12 @@ inline float largest_of_16_lanes(float value) {
   return value;
 }
 
+inline float4 load_shared_float4(uint32_t address) {
+  float4 v;
+  std::memcpy(&v, shared_memory + address, 16);
+  return v;
+}
+inline uint32_t load_shared_byte(uint32_t address) { return shared_memory[address]; }
 inline uint32_t load_shared_half(uint32_t address) {
   uint16_t half;
   std::memcpy(&half, shared_memory + address, 2);
