@@ -15,7 +15,9 @@ from .emulated_experts import Scales, ordered, stack
 pytestmark = on_host.needs_compiler
 BFLOAT16 = ml_dtypes.bfloat16
 EPSILON = 1e-5
-BF16, FP8, SPLIT, SINGLE, ROUNDED = range(5)  # weights; of the last three, activations are split, to be split, or rounded
+BF16, FP8, SPLIT, SINGLE, ROUNDED = range(
+    5
+)  # weights; of the last three, activations are split, to be split, or rounded
 
 
 class Problem(ctypes.Structure):
