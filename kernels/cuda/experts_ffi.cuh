@@ -102,7 +102,8 @@ ffi::Error decode_expert_layers(cudaStream_t stream, ffi::RemainingArgs all, Out
       return run(StepOf<RoutedFp8Weights>(shapes, tuning_of(tuning), stream));
     }
     // Tokens are the rows of these products, and 16 rows of weights share a scale.
-    const bool has_row_blocks = qkv.matrix.scales.rows_each % 16 == 0 && o.matrix.scales.rows_each % 16 == 0;
+    const auto has_blocks = [](const Scales& s) { return s.rows_each % 16 == 0 && s.columns_log2 >= 7; };
+    const bool has_row_blocks = has_blocks(qkv.matrix.scales) && has_blocks(o.matrix.scales);
     if (shapes.batch > SingleFp8Weights::kMost && shapes.head_dim == 128 && has_row_blocks) {
       return run(StepOf<RoutedSingleFp8Weights>(shapes, tuning_of(tuning), stream));
     }

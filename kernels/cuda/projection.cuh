@@ -319,7 +319,7 @@ __device__ __forceinline__ void finish_gate_up(const Args& args, int tile, int t
     if (!args.has_plain_output) {
       const size_t row = static_cast<size_t>(token) * args.out_columns;
       uint8_t* exponents = exponents_of(args.out, args.batch, args.out_columns) + row / kExponentColumns;
-      return store_activations<W>(args.out + row, exponents, tile * (kTileRows / 2) + 4 * lane, activated);
+      return store_activations<W, 64>(args.out + row, exponents, tile * (kTileRows / 2) + 4 * lane, activated);
     }
   }
   bf16* to = args.out + static_cast<size_t>(token) * args.out_columns + tile * (kTileRows / 2) + 4 * lane;

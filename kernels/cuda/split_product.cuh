@@ -184,7 +184,7 @@ struct BlockProduct<N, SingleFp8Weights> : E4m3BlockProduct<N, 1> {
 };
 
 // The same of one number for each activation, with 64 tokens as the rows of the product: a lane has two tokens and 16
-// rows of weights, so that 8 factors scale all of its sums.
+// rows of weights, so that 8 factors scale all of its sums. The block's columns share a scale and a power.
 template <>
 struct BlockProduct<64, RoutedSingleFp8Weights> {
   float (&sums)[32];
@@ -199,24 +199,16 @@ struct BlockProduct<64, RoutedSingleFp8Weights> {
       : sums(sums), weights(weights), input(input), table(table), column(column) {}
 
   __device__ __forceinline__ void run() {
-    unit<0>();
-    unit<1>();
-  }
-
- private:
-  template <int kUnit>
-  __device__ __forceinline__ void unit() {
     wgmma_begin();
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint32_t bytes = 64 * kUnit + 32 * j;
-      multiply_e4m3<64>(partial, moved_on(tile_descriptor(input), bytes), moved_on(tile_descriptor(weights), bytes), j);
+    for (int j = 0; j < 4; ++j) {
+      multiply_e4m3<64>(partial, moved_on(tile_descriptor(input), 32 * j), moved_on(tile_descriptor(weights), 32 * j),
+                        j);
     }
     wgmma_commit();
-    const int first = column + 64 * kUnit;
-    const int group = min(first >> table.columns_log2, table.last_group) - table.first_group;
+    const int group = min(column >> table.columns_log2, table.last_group) - table.first_group;
     const float4 rows = load_shared_float4(table.address + group * table.group_bytes);
-    const uint32_t at = table.exponents + (first - table.first_column);  // a byte of 64 tokens for each 64 columns
+    const uint32_t at = table.exponents + (column - table.first_column);  // a byte of 64 tokens for each 64 columns
     const float power[2] = {power_of(load_shared_byte(at)), power_of(load_shared_byte(at + 8))};
     const float scale[4] = {rows.x, rows.y, rows.z, rows.w};
     wgmma_wait<0>();

@@ -6,7 +6,7 @@
 // 64 second ones. Behind the rows follow the exponents of the powers, a byte for each 64 columns of a token.
 //
 // Single activations are the first of these numbers alone, rounded (W8A8): of each 128 columns, as many numbers and 128
-// bytes that are not used.
+// bytes that are not used. Both halves of the 128 columns have the same exponent, but for what gate and up leave.
 //
 // Integer activations are for 4-bit weights on the integer tensor cores: 16 bits in fixed point, as two 8-bit integers
 // that stand for 256 h + l, with a power of two for each 64 columns of a token. A row takes as many bytes as split
@@ -163,15 +163,17 @@ __device__ __forceinline__ void store_integers(bf16* row, uint8_t* exponents, in
 
 // Stores columns `column` to `column` + 3 (a multiple of 4) of a row of activations for a product with weights of the
 // format. `row` and `exponents`, which split and single activations have, may begin at any multiple of 64 columns, of
-// 128 for single ones. The 16 neighboring lanes with the same 64 columns must call it together.
-template <class W>
+// 128 for single ones. The lanes of a warp with the same 64 columns must call it together, or those with the same
+// kColumns of single activations, which then share a power.
+template <class W, int kColumns = 128>
 __device__ __forceinline__ void store_activations(bf16* row, uint8_t* exponents, int column, float4 v) {
   if constexpr (W::kIsSplit && W::kIsInt4) {
     store_integers(row, exponents, column, v);
   } else if constexpr (W::kIsSplit) {
     // The largest number is scaled to 128 and more, below 256. e4m3 reaches 448.
     constexpr uint32_t kLargest = 7;
-    const float largest = largest_of_16_lanes(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    float largest = largest_of_16_lanes(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    if (kIsSingle<W> && kColumns == 128) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
     const uint32_t exponent = max(__float_as_uint(largest) >> 23, kLargest);
     const float factor = power_of(254 + kLargest - exponent);
     const E4m3Pair low = split_e4m3(v.x * factor, v.y * factor), high = split_e4m3(v.z * factor, v.w * factor);
