@@ -106,6 +106,13 @@ __device__ __forceinline__ float value_of(uint32_t order) {
   return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
 }
 
+// A number other than 0 that orders experts by their scores, and if these are equal, the lower expert first. Scores
+// keep 16 bits behind the first, so that one comparison suffices.
+__device__ __forceinline__ uint32_t key_of(float score, int expert) {
+  constexpr uint32_t kLast = kMostRouted - 1;
+  return max((order_of(score) & ~kLast) | (kLast - static_cast<uint32_t>(expert)), 1u);
+}
+
 constexpr int kScoresEach = kMostRouted / 32;  // of a lane: those of experts kScoresEach * lane + i
 
 // Chooses a token's experts [k] by its scores, with one warp. Among equal scores, the lower expert comes first. Padding

@@ -12,7 +12,8 @@ namespace meshserve {
 namespace experts {
 
 constexpr int kFewTokens = 8;
-constexpr int kStepBytes = 64;  // of a row of weights that the 4 lanes of a row have at a time
+constexpr int kMostChosen = 32;  // experts of one of few tokens
+constexpr int kStepBytes = 64;   // of a row of weights that the 4 lanes of a row have at a time
 
 // How a lane's 16 bytes of weights meet the tokens.
 template <class W>
@@ -45,6 +46,9 @@ struct RowsArgs {
   const int* positions;  // [T]: -1 is padding
   int* chosen;           // gate_up: the choices, written if scores are given [T, k]
   bool is_normalized;    // the shares of a token add up to 1
+  // Of a single token, gate_up's choices for down [k], plus 1: 0 before they are known, -1 of padding; and the next
+  // layer's, which gate_up clears.
+  int *published, *unpublished;
 };
 
 // c += 16 rows of weights (rows `low`, then rows `high`) times 8 tokens, over the columns of a step.

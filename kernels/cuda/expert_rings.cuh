@@ -40,8 +40,8 @@ struct FewChoices {
 };
 
 // Chooses a single token's experts by its scores, with all threads: calls `store` with the rank of each and the expert.
-// `keys` order as the scores do; 0: no expert. A rank is how many come before, of which two neighboring lanes each
-// count those among half of the experts. No weights are fetched before it ends. A kernel's code is not in the
+// `keys` are those of expert_choices.cuh; 0: no expert. A rank is how many come before, of which two neighboring lanes
+// each count those among half of the experts. No weights are fetched before it ends. A kernel's code is not in the
 // instruction caches when it starts: unrolled, the loop over groups took twice as long.
 template <class Store>
 __device__ __forceinline__ void choose_one(uint32_t (&keys)[kMostRouted], const RowsArgs& args, Store store) {
@@ -66,21 +66,17 @@ __device__ __forceinline__ void choose_one(uint32_t (&keys)[kMostRouted], const 
   }
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   const bool is_real = expert < args.num_experts;
-  const uint32_t key = is_real ? max(order_of(sum), 1u) : 0u;
+  const uint32_t key = is_real ? key_of(sum, expert) : 0u;
   if (half == 0) keys[expert] = key;
   __syncthreads();
-  // Among equal scores, the lower expert comes first.
-  const uint4* groups = reinterpret_cast<const uint4*>(keys);
+  const uint4* groups = reinterpret_cast<const uint4*>(keys) + half * (kMostRouted / 8);
   uint32_t rank = 0;
 #pragma unroll 1
-  for (int group = half * (kWarps / 2); group < (half + 1) * (kWarps / 2); ++group) {
-    const int lower = expert - kEach * group;  // experts of the group that win if they are equal
+  for (int i = 0; i < kMostRouted / 8; i += kEach / 4) {
 #pragma unroll
     for (int j = 0; j < kEach / 4; ++j) {
-      const uint4 found = groups[group * (kEach / 4) + j];
-      const uint32_t others[4] = {found.x, found.y, found.z, found.w};
-#pragma unroll
-      for (int u = 0; u < 4; ++u) rank += others[u] > key - (4 * j + u < lower);
+      const uint4 found = groups[i + j];
+      rank += (found.x > key) + (found.y > key) + (found.z > key) + (found.w > key);
     }
   }
   rank += __shfl_xor_sync(0xffffffffu, rank, 1);

@@ -82,12 +82,8 @@ __device__ __forceinline__ int given_place(const RowsArgs& args, int& expert) {
   return is_active ? __popc(all & ((1u << lane) - 1)) : -1;
 }
 
-// Chooses or reads the choices. All threads call it.
-__device__ __forceinline__ void arrange_one(SingleChoices& choices, const RowsArgs& args, bool is_padding) {
-  if (args.scores != nullptr) {
-    if (threadIdx.x == 0) choices.num_active = is_padding ? 0 : min(args.num_chosen, args.num_experts);
-    return choose_one(choices.keys, args, [&](int rank, int expert) { choices.active[rank] = expert; });
-  }
+// Reads given choices. All threads call it.
+__device__ __forceinline__ void read_choices(SingleChoices& choices, const RowsArgs& args) {
   if (threadIdx.x < 32) {
     int expert;
     const int place = given_place(args, expert);
@@ -98,11 +94,36 @@ __device__ __forceinline__ void arrange_one(SingleChoices& choices, const RowsAr
   __syncthreads();
 }
 
+// Chooses, and publishes the choices for down. All threads call it.
+__device__ __forceinline__ void choose_and_publish(SingleChoices& choices, const RowsArgs& args, bool is_padding) {
+  if (threadIdx.x == 0) choices.num_active = is_padding ? 0 : min(args.num_chosen, args.num_experts);
+  choose_one(choices.keys, args, [&](int rank, int expert) {
+    choices.active[rank] = expert;
+    if (blockIdx.x == 0) store_past_l1(args.published + rank, is_padding ? -1 : expert + 1);
+  });
+}
+
+// Waits for published choices. All threads call it.
+__device__ __forceinline__ void await_choices(SingleChoices& choices, const RowsArgs& args) {
+  const int lane = threadIdx.x % 32, num_chosen = min(args.num_chosen, args.num_experts);
+  if (threadIdx.x < 32) {
+    int expert = 0;
+    do {
+      if (lane < num_chosen) expert = load_past_l1(args.published + lane);
+    } while (!__all_sync(0xffffffffu, lane >= num_chosen || expert != 0));
+    choices.active[lane] = expert - 1;
+    const uint32_t all = __ballot_sync(0xffffffffu, expert > 0);
+    if (lane == 0) choices.num_active = __popc(all);
+  }
+  __syncthreads();
+}
+
 // Stores the shares of the choices by their places, with one warp.
+template <bool kChooses>
 __device__ __forceinline__ void store_shares(float (&shares)[32], const SingleChoices& choices, const RowsArgs& args,
                                              float inverse_rms) {
   const int lane = threadIdx.x % 32;
-  if (args.scores == nullptr) {
+  if constexpr (!kChooses) {
     int expert;
     const int place = given_place(args, expert);
     if (place >= 0) shares[place] = __ldcg(args.shares + lane);
@@ -139,8 +160,8 @@ struct SingleGateUpMemory {
   uint64_t full[kTeams][kRingStages];
 };
 
-// As gate_up_rings_kernel, but the output has its columns in their own order.
-template <class W, int kBlocks>
+// As gate_up_rings_kernel, but the output has its columns in their own order, and a block has every gridDim.x-th item.
+template <class W, int kBlocks, bool kChooses>
 __global__ void __launch_bounds__(kThreads, 2)
     single_gate_up_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ RowsArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -156,70 +177,64 @@ __global__ void __launch_bounds__(kThreads, 2)
     barrier_init_fence();
   }
   touch_parameters(args);
-  const bool is_padding = args.scores != nullptr && args.positions[0] < 0;
-  const int tiles = args.rows / kRingRows;
-  const Divisor by_blocks(gridDim.x), by_tiles(tiles);
+  const bool is_padding = kChooses && args.positions[0] < 0;
+  const int tiles = args.rows / kRingRows, own = blockIdx.x, step = gridDim.x;
+  const Divisor by_tiles(tiles);
   const uint64_t policy = evict_first_policy();
-  // An item is tile `tile` of rows of an active expert; `index` counts the items.
-  struct Item {
-    int index, active, tile;
+  // Of item `index`, the first row of gate in the stack.
+  auto row_of = [&](int index) {
+    const int place = by_tiles.divide(index);
+    return args.first_row + choices.active[place] * 2 * args.rows + (index - place * tiles) * kRingRows;
   };
-  wait_for_previous_kernel();
-  let_next_kernel_start();  // only now, since down reads the choices or scores before its wait
-  arrange_one(choices, args, is_padding);
-
-  const int num_items = choices.num_active * tiles;
-  const int first_item = by_blocks.divide(num_items * blockIdx.x), first_active = by_tiles.divide(first_item);
-  const int last_item = by_blocks.divide(num_items * (blockIdx.x + 1));
-  const Item first = {first_item, first_active, first_item - first_active * tiles};
-  auto advance = [&](Item& item) {
-    ++item.index;
-    if (++item.tile == tiles) item.tile = 0, ++item.active;
-  };
-  // Of an item, the first row of gate in the stack.
-  auto row_of = [&](const Item& item) {
-    return args.first_row + choices.active[item.active] * 2 * args.rows + item.tile * kRingRows;
-  };
-  Item next_fetch = first;
-  int fetch_block = 0;
+  int num_items = 0, num_fetched = 0;  // fetched: stages of the block
   auto fetch = [&](int stage) {
-    if (next_fetch.index == last_item) return;
+    const int index = own + num_fetched / kBlocks * step, block = num_fetched % kBlocks;
+    if (index >= num_items) return;
     if (lane == 0) {
-      const int row = row_of(next_fetch), column = (warp * kBlocks + fetch_block) * W::kBlockColumns;
+      const int row = row_of(index);
       const uint32_t barrier = full + 8 * stage;
       barrier_expect_bytes(barrier, kRingStageBytes);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         copy_bytes(shared_address(memory.weights[team][stage][m]) + member * kRingCopyBytes, &weights,
-                   row + m * args.rows, column, barrier, policy);
+                   row + m * args.rows, (warp * kBlocks + block) * W::kBlockColumns, barrier, policy);
       }
     }
-    if (++fetch_block == kBlocks) fetch_block = 0, advance(next_fetch);
+    ++num_fetched;
   };
-#pragma unroll 1
-  for (int s = 0; s < kRingStages; ++s) fetch(s);
-  if (args.scores != nullptr && blockIdx.x == 0 && threadIdx.x < args.num_chosen) {
-    args.chosen[threadIdx.x] = static_cast<int>(threadIdx.x) < choices.num_active ? choices.active[threadIdx.x] : -1;
-  }
-  if (first_item == last_item) return;
   // Lane 2b + m has the scale of the warp's block b, of gate (m = 0) or up.
-  auto load_scale = [&](const Item& item) {
+  auto load_scale = [&](int index) {
     ScaleInFlight scale = {};
     const int group = (warp * kBlocks + lane / 2) * W::kBlockColumns >> args.scales.columns_log2;
-    const int grid_row = (row_of(item) + lane % 2 * args.rows) / args.scales.rows_each;
+    const int grid_row = (row_of(index) + lane % 2 * args.rows) / args.scales.rows_each;
     if (lane < 2 * kBlocks) scale.load(args.scales, static_cast<size_t>(grid_row) * args.scales.grid_columns + group);
     return scale;
   };
-  ScaleInFlight scale = load_scale(first);
+  wait_for_previous_kernel();
+  let_next_kernel_start();  // only now, since down takes the choices from here, and the residual stream
+  uint4 columns[kBlocks / kUnitBlocks];
+#pragma unroll
+  for (int u = 0; u < kBlocks / kUnitBlocks; ++u) {
+    const int column = (warp * kBlocks + u * kUnitBlocks) * W::kBlockColumns + 8 * lane;
+    columns[u] = __ldcg(reinterpret_cast<const uint4*>(args.input + column));
+  }
+  kChooses ? choose_and_publish(choices, args, is_padding) : read_choices(choices, args);
+  num_items = choices.num_active * tiles;
+#pragma unroll 1
+  for (int s = 0; s < kRingStages; ++s) fetch(s);
+  if (kChooses && own == 0 && threadIdx.x < args.num_chosen) {
+    args.chosen[threadIdx.x] = static_cast<int>(threadIdx.x) < choices.num_active ? choices.active[threadIdx.x] : -1;
+    args.unpublished[threadIdx.x] = 0;
+  }
+  if (own >= num_items) return;
+  ScaleInFlight scale = load_scale(own);
   float squares = 0.0f;
   if (warp == 0 && args.sums != nullptr) squares = lane_squares(args.sums, args.norm_tiles);
   float back[kBlocks][kSplitHalves];
 #pragma unroll
   for (int u = 0; u < kBlocks / kUnitBlocks; ++u) {
-    const int column = (warp * kBlocks + u * kUnitBlocks) * W::kBlockColumns + 8 * lane;
-    uint4 columns = *reinterpret_cast<const uint4*>(args.input + column);
-    if (args.is_ordered) columns = in_own_order(columns);
-    const float mine = store_split(memory.tokens[team][u], member, columns);
+    const float mine =
+        store_split(memory.tokens[team][u], member, args.is_ordered ? in_own_order(columns[u]) : columns[u]);
 #pragma unroll
     for (int i = 0; i < kUnitBlocks * kSplitHalves; ++i) {
       back[u * kUnitBlocks + i / kSplitHalves][i % kSplitHalves] = __shfl_sync(0xffffffffu, mine, 8 * i);
@@ -228,18 +243,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   float inverse = 1.0f;
   if (warp == 0) {
     if (args.sums != nullptr) inverse = inverse_rms_of(squares, args.inverse_dim, args.epsilon);
-    store_shares(memory.shares, choices, args, inverse);
+    store_shares<kChooses>(memory.shares, choices, args, inverse);
   }
   fence_shared_before_copies();  // wgmma reads through the same proxy as the copy engine
   sync_team(team);
 
-  int stage = 0;
+  int stage = 0, buffer = 0;
   uint32_t parity = 0;
 #pragma unroll 1
-  for (Item item = first, next = first; item.index < last_item; item = next) {
+  for (int index = own; index < num_items; index += step, buffer ^= 1) {
     const float my_scale = scale.value(args.scales);
-    advance(next);
-    if (next.index < last_item) scale = load_scale(next);
+    if (index + step < num_items) scale = load_scale(index + step);
     float sums[2][2] = {};  // of gate and up, rows lane / 4 and 8 more
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -269,8 +283,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
-    auto& parts = memory.parts[item.index % 2];  // two, so that one barrier an item suffices
-    if (lane % 4 == member) {                    // which has the warp's pair of columns
+    auto& parts = memory.parts[buffer];  // two, so that one barrier an item suffices
+    if (lane % 4 == member) {            // which has the warp's pair of columns
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         parts[warp][m * kRingRows + lane / 4] = sums[m][0];
@@ -283,9 +297,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int p = 0; p < kWarps; ++p) sum += parts[p][lane];
       const float up = __shfl_xor_sync(0xffffffffu, sum, kRingRows);
+      const int place = by_tiles.divide(index);
       if (lane < kRingRows) {
-        args.out[static_cast<size_t>(item.active) * args.rows + item.tile * kRingRows + lane] =
-            __float2bfloat16(silu(sum * inverse) * (up * inverse) * memory.shares[item.active]);
+        args.out[static_cast<size_t>(place) * args.rows + (index - place * tiles) * kRingRows + lane] =
+            __float2bfloat16(silu(sum * inverse) * (up * inverse) * memory.shares[place]);
       }
     }
   }
@@ -300,7 +315,7 @@ struct SingleDownMemory {
 };
 
 // Grid: rows / 16 blocks. The input has its columns in their own order.
-template <class W>
+template <class W, bool kChooses>
 __global__ void __launch_bounds__(kThreads, 2)
     single_down_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ RowsArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -317,9 +332,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     barrier_init_fence();
   }
   touch_parameters(args);
-  // Before the wait: gate_up lets this kernel start when the choices or scores have been written. Its last barrier also
-  // makes the others see those above.
-  arrange_one(choices, args, args.scores != nullptr && args.positions[0] < 0);
+  // Before the wait: gate_up lets this kernel start when it may choose. The last barrier also makes the others see
+  // those above.
+  kChooses ? await_choices(choices, args) : read_choices(choices, args);
 
   // The warp's unit of step i is unit warp + 8 * i. The last step may lack those of some warps.
   const int blocks = (args.columns + W::kBlockColumns - 1) / W::kBlockColumns;

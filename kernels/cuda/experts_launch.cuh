@@ -32,6 +32,7 @@ struct ExpertScratch {
   bf16 *activated, *rows;  // [choices, F], [choices, D]: tokens in order of their experts, then the experts' results
   int *places, *counts, *first, *experts, *num_taken;
   float *share_of, *shares, *sums, *scores;
+  int* published;                        // of two layers, in turn
   float *row_scales, *activated_scales;  // of e4m3 `rows` and `activated` [D / 128, stride], [F / 128, stride]
 
   static size_t bytes(const ExpertShapes& s) {
@@ -57,6 +58,7 @@ struct ExpertScratch {
     take(experts, choices);
     take(shares, choices);
     take(sums, static_cast<size_t>(s.tokens) * (s.embed / 16));
+    take(published, 2 * kMostChosen);
     take(scores, static_cast<size_t>(std::min(s.tokens, kFewTokens)) * (s.embed / kPartColumns) * kMostRouted);
     return used;
   }
@@ -74,6 +76,7 @@ struct ExpertCall {
   const int* positions = nullptr;
   int* chosen = nullptr;
   bool is_normalized = false;
+  int *published = nullptr, *unpublished = nullptr;
   const float* sums = nullptr;  // [T, D / 128]
   float epsilon = 0.0f;
   const bf16* residual = nullptr;
@@ -143,6 +146,8 @@ class Launcher {
     gate_up.positions = call.positions;
     gate_up.chosen = call.chosen;
     gate_up.is_normalized = call.is_normalized;
+    gate_up.published = call.published;
+    gate_up.unpublished = call.unpublished;
     RowsArgs down = gate_up;
     down.input = scratch_.activated;
     down.first_row = layer * shapes_.experts * shapes_.embed;
@@ -177,10 +182,13 @@ class Launcher {
   template <int kBlocks>
   void one_token(dim3 grid, const CUtensorMap& gate_up_map, const CUtensorMap& down_map, const RowsArgs& gate_up,
                  const RowsArgs& down) {
-    step_.launch("expert gate_up", single_gate_up_kernel<W, kBlocks>, grid, kThreads,
-                 std::max(kMostOfAnSm, sizeof(SingleGateUpMemory<kBlocks>)), 1, gate_up_map, gate_up);
-    step_.launch("expert down", single_down_kernel<W>, dim3(shapes_.embed / kRingRows), kThreads,
-                 sizeof(SingleDownMemory), 1, down_map, down);
+    const bool chooses = gate_up.scores != nullptr;
+    auto* first = chooses ? single_gate_up_kernel<W, kBlocks, true> : single_gate_up_kernel<W, kBlocks, false>;
+    auto* second = chooses ? single_down_kernel<W, true> : single_down_kernel<W, false>;
+    step_.launch("expert gate_up", first, grid, kThreads, std::max(kMostOfAnSm, sizeof(SingleGateUpMemory<kBlocks>)), 1,
+                 gate_up_map, gate_up);
+    step_.launch("expert down", second, dim3(shapes_.embed / kRingRows), kThreads, sizeof(SingleDownMemory), 1,
+                 down_map, down);
   }
 
   // Encodes a stack of matrices for copies of 128 bytes of each of `box_rows` rows.
@@ -450,12 +458,16 @@ void run_layers(StepOf<P>& step, const ExpertShapes& shapes, ExpertScratch scrat
   auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes.embed; };
   step.scratch.sums = scratch.sums;
   step.norm_tiles = 0;
+  step.cleared = scratch.published;
+  step.num_cleared = 2 * kMostChosen;
   step.prepare(x, gain(step.weights.input_norm, first), true);
   for (int layer = first; layer < first + num_layers; ++layer) {
-    step.attended_heads(layer);
     const bf16* router = stacks.router + static_cast<size_t>(layer) * shapes.experts * shapes.embed;
     const bf16* post_gain = gain(step.weights.post_norm, layer);
     ExpertCall<W> call = {};
+    call.published = scratch.published + layer % 2 * kMostChosen;
+    call.unpublished = scratch.published + (layer + 1) % 2 * kMostChosen;
+    step.attended_heads(layer);
     if (launcher.has_rings()) {  // whose kernels choose the experts themselves
       step.routed_output(layer, s.attended, x, out, post_gain, {router, scratch.scores, shapes.experts});
       call.scores = scratch.scores;
@@ -522,9 +534,12 @@ std::vector<const void*> kernels_of() {
     add(narrow_tiles_kernel<true, 64, W>);
     add(fp8_tiles_kernel<false>);
     add(fp8_tiles_kernel<true>);
-    add(single_gate_up_kernel<W, 2>);
-    add(single_gate_up_kernel<W, 4>);
-    add(single_down_kernel<W>);
+    add(single_gate_up_kernel<W, 2, true>);
+    add(single_gate_up_kernel<W, 2, false>);
+    add(single_gate_up_kernel<W, 4, true>);
+    add(single_gate_up_kernel<W, 4, false>);
+    add(single_down_kernel<W, true>);
+    add(single_down_kernel<W, false>);
     add(combine_kernel<SplitFp8Weights>);
     add_projections_of<Epilogue::kQkv, OneTokenFp8Weights>(kernels);
     add_projections_of<Epilogue::kResidual, OneTokenFp8Weights>(kernels);

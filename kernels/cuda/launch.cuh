@@ -118,7 +118,9 @@ class StepOf {
   bool has_plain_output = false;  // whether the result of `gate_up` is bf16 even if weights are quantised
   const float* inverse_frequencies = nullptr;
   float* rounded_scales = nullptr;  // of attention's result, with RoundedFp8Weights
-  int norm_tiles = 0;               // sums of squares per token that the next norm adds up; 0: one for each 128 columns
+  int* cleared = nullptr;           // set to 0 before the first layer
+  int num_cleared = 0;
+  int norm_tiles = 0;  // sums of squares per token that the next norm adds up; 0: one for each 128 columns
 
   // Returns an empty string or the first error.
   const std::string& error() const { return error_; }
@@ -181,6 +183,8 @@ class StepOf {
   void prepare_attention(PrepareArgs args = {}) {
     args.num_arrived = scratch.unmerged.num_arrived;
     args.arrivals = shapes_.arrivals();
+    args.cleared = cleared;
+    args.num_cleared = num_cleared;
     if (stays()) {
       args.cuts = context_cuts(1);
       args.plan = scratch.plan;

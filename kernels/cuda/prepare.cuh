@@ -20,6 +20,8 @@ struct PrepareArgs {
   int head_dim;
   int* num_arrived;  // [B, arrivals]
   int arrivals;
+  int* cleared;  // [num_cleared]
+  int num_cleared;
   ContextCuts cuts;
   PlannedPart* plan;  // [cuts.num_clusters] parts of decode attention; null: skip them
   int* claims;        // two counters
@@ -43,6 +45,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
     if (lane == 0) args.sums[token * (args.columns / 128) + tile] = sum;
   }
   for (int i = threadIdx.x; i < args.arrivals; i += kPrepareThreads) args.num_arrived[token * args.arrivals + i] = 0;
+  if (token == 0 && threadIdx.x < args.num_cleared) args.cleared[threadIdx.x] = 0;
   if (args.plan != nullptr) {
     for (int i = token + warp * gridDim.x; i < args.cuts.num_clusters; i += kPrepareThreads / 32 * gridDim.x) {
       const ContextPart part = find_part(i, lane, args.cuts);

@@ -139,7 +139,8 @@ using ArgsOf = std::conditional_t<W::kIsSplit, SplitArgs<PlainArgsOf<E>>,
 struct LaneRows {
   int kv_head, slot, element;  // slot: 0..G-1 query heads, G key, G+1 value
   bool is_valid;
-  uint2 gain;  // kResidual: gain of the next norm. With heads: gain of the head's norm
+  uint2 gain;         // kResidual: gain of the next norm. With heads: gain of the head's norm
+  float inverse_dim;  // 1 / head_dim
 };
 
 // Operands of a token's epilogue that earlier kernels wrote; fetched ahead to hide latency.
@@ -163,6 +164,7 @@ __device__ __forceinline__ LaneRows lane_rows(const ProjectionArgs& args, int ti
     rows.is_valid = rows.kv_head < args.kv_heads;
     const bf16* gain = rows.slot == args.group ? args.k_gain : args.q_gain;
     rows.gain = *reinterpret_cast<const uint2*>(gain + rows.element);
+    rows.inverse_dim = 1.0f / static_cast<float>(args.head_dim);
   }
   return rows;
 }
@@ -334,7 +336,7 @@ __device__ __forceinline__ float4 norm_and_rotate(const ProjectionArgs& args, fl
   float squares = sum_over_lanes(sum_of_squares(sum), lanes);
   float4 value = sum;
   if (rows.slot <= args.group) {
-    float scale = rsqrtf(squares / static_cast<float>(args.head_dim) + args.epsilon);
+    float scale = rsqrtf(squares * rows.inverse_dim + args.epsilon);
     float4 gain = unpack_bf16(rows.gain);
     value = make_float4(sum.x * scale * gain.x, sum.y * scale * gain.y, sum.z * scale * gain.z, sum.w * scale * gain.w);
   }
@@ -456,7 +458,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     if (kAttends<E>) barrier_init(shared_address(&head_memory->parts_full), 1);
     barrier_init_fence();
     if (kIsNarrow<N> && !kAttends<E>) {
-      barrier_expect_bytes(sums_full, split_tokens(N - split, splits) * splits * kTileRows * 4);
+      const int tokens = kSplitsInput<W> ? split == 0 : split_tokens(N - split, splits);
+      barrier_expect_bytes(sums_full, tokens * splits * kTileRows * 4);
     }
     if (!args.holds_back) let_next_kernel_start();
   }
@@ -680,7 +683,20 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
 
   // Add the splits. Narrow kernels: each block sends a token's sums to the block that finishes the token, which counts
   // the received bytes. Wide kernels: each block stores its sums in the ring's memory, and the others read them there.
-  if constexpr (kIsNarrow<N>) {
+  if constexpr (kSplitsInput<W>) {  // a single token, which the first block finishes
+    const uint32_t at = received + (split * kSumStride + 16 * warp + lane / 4) * 4;
+    if (is_cluster) {
+      const uint32_t to = address_in_cluster(at, 0), barrier = address_in_cluster(sums_full, 0);
+      if (lane % 4 == 0) {
+        send_float(to, sums[0][0], barrier);
+        send_float(to + 8 * 4, sums[0][2], barrier);
+      }
+      if (split > 0) return arrive_threads(2, kConsumers + 32);
+    } else if (lane % 4 == 0) {
+      store_shared_word(at, __float_as_uint(sums[0][0]));
+      store_shared_word(at + 8 * 4, __float_as_uint(sums[0][2]));
+    }
+  } else if constexpr (kIsNarrow<N>) {
     const unsigned num = splits;     // unsigned division takes fewer instructions
     const int index = lane / 4 % 4;  // index of the lane among the four that exchange values
     const int row = 16 * warp + 8 * (index / 2) + 4 * (lane / 16);
@@ -775,7 +791,16 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   };
 
   int n = first_n;
-  if constexpr (kIsNarrow<N>) {
+  if constexpr (kSplitsInput<W>) {
+    if (warp == 0) {
+      float4 total = {};
+#pragma unroll
+      for (int r = 0; r < kMaxSplits; ++r) {
+        if (r < splits) total = add(total, load_shared_float4(received + (r * kSumStride + 4 * lane) * 4));
+      }
+      finish(0, total, operands[0]);
+    }
+  } else if constexpr (kIsNarrow<N>) {
 #pragma unroll 1
     while (n < N && first_token + n < args.batch) {
       float4 total = {};
@@ -788,6 +813,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       n += token_step;
       fetch_operands(n);
     }
+  }
+  if constexpr (kIsNarrow<N>) {
     if constexpr (E == Epilogue::kRouted) {  // a step has at most N tokens
       if (split >= args.batch) return;
       sync_threads(1, kConsumers);

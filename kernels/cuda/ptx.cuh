@@ -220,6 +220,11 @@ __device__ __forceinline__ void send_float4(uint32_t address, float4 v, uint32_t
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
+__device__ __forceinline__ void send_float(uint32_t address, float v, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(v)), "r"(barrier)
+               : "memory");
+}
 __device__ __forceinline__ void store_shared_float4(uint32_t address, float4 v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
@@ -310,6 +315,14 @@ __device__ __forceinline__ uint2 load_past_l1(const bf16* from) {
   uint2 v;
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
   return v;
+}
+__device__ __forceinline__ int load_past_l1(const int* from) {
+  int v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_past_l1(int* to, int v) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
 }
 __device__ __forceinline__ unsigned long long nanoseconds() {
   unsigned long long now;

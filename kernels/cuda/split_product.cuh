@@ -52,48 +52,27 @@ __device__ __forceinline__ void load_exponents(const uint8_t* exponents, int row
 }
 
 // Splits ordered activations of a token, of which `num_columns` begin at `from`, as the first row of tiles [N, 64] at
-// `to` and of the exponents [groups, N]. A thread splits 16 columns.
+// `to` and of the exponents [groups, N]. A thread splits 4 columns, so that all of it is done in few instructions.
 template <int N>
 __device__ __forceinline__ void split_ordered(const bf16* from, int num_columns, int num_threads, uint32_t to,
                                               uint32_t exponents) {
   static_assert(N % 8 == 0);  // so that the first row of a tile is not swizzled
-  constexpr int kWidth = 16, kSharers = kExponentColumns / kWidth;
+  constexpr int kWidth = 4;
   constexpr uint32_t kLargest = 7;  // as store_activations
-  const int count = num_columns / kWidth, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int first = threadIdx.x - lane; first < count; first += num_threads) {
-    const int i = min(first + lane, count - 1), group = i / kSharers, at = i % kSharers;
-    const uint4* columns = reinterpret_cast<const uint4*>(from + i * kWidth);
-    const uint4 even = __ldcg(columns), odd = __ldcg(columns + 1);
-    const uint32_t evens[4] = {even.x, even.y, even.z, even.w}, odds[4] = {odd.x, odd.y, odd.z, odd.w};
-    uint32_t largest = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t low = max(evens[j] & 0x7FFFu, odds[j] & 0x7FFFu);
-      largest = max(largest, max(low, max(evens[j] >> 16 & 0x7FFFu, odds[j] >> 16 & 0x7FFFu)));
-    }
-#pragma unroll
-    for (int offset = 1; offset < kSharers; offset *= 2) {
-      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    }
+  for (int column = kWidth * threadIdx.x; column < num_columns; column += kWidth * num_threads) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(from) + ordered_pair<Fp8Weights>(column);
+    const uint32_t even = __ldcg(words), odd = __ldcg(words + 4);  // columns 0 and 2, 1 and 3
+    const uint32_t mine = max(max(even & 0x7FFFu, odd & 0x7FFFu), max(even >> 16 & 0x7FFFu, odd >> 16 & 0x7FFFu));
+    const uint32_t largest = __float_as_uint(largest_of_16_lanes(__uint_as_float(mine)));
     const uint32_t exponent = max(largest >> 7, kLargest);
     const float factor = power_of(254 + kLargest - exponent);
-    uint32_t words[2][4];  // the first numbers, and the second ones
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const E4m3Pair low =
-          split_e4m3(__uint_as_float(evens[j] << 16) * factor, __uint_as_float(odds[j] << 16) * factor);
-      const E4m3Pair high =
-          split_e4m3(__uint_as_float(evens[j] & 0xFFFF0000u) * factor, __uint_as_float(odds[j] & 0xFFFF0000u) * factor);
-      words[0][j] = __byte_perm(low.first, high.first, 0x5410);
-      words[1][j] = __byte_perm(low.second, high.second, 0x5410);
-    }
-    if (first + lane >= count) return;
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const uint4 bytes = make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
-      store_shared(to + group * N * 128 + 64 * part + 16 * at, bytes);
-    }
+    const E4m3Pair low = split_e4m3(__uint_as_float(even << 16) * factor, __uint_as_float(odd << 16) * factor);
+    const E4m3Pair high =
+        split_e4m3(__uint_as_float(even & 0xFFFF0000u) * factor, __uint_as_float(odd & 0xFFFF0000u) * factor);
+    const int group = column / kExponentColumns, at = column % kExponentColumns;
+    store_shared_word(to + group * N * 128 + at, __byte_perm(low.first, high.first, 0x5410));
+    store_shared_word(to + group * N * 128 + 64 + at, __byte_perm(low.second, high.second, 0x5410));
     if (at == 0) store_shared_byte(exponents + group * N, exponent == 255 ? 255 : exponent - kLargest);
   }
 }

@@ -36,6 +36,7 @@ class Args(ctypes.Structure):
         ("num_parts", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("positions", "chosen")),
         ("is_normalized", ctypes.c_bool),
+        *((name, ctypes.c_void_p) for name in ("published", "unpublished")),
     ]
 
 
@@ -155,19 +156,28 @@ class RouterPart(ctypes.Structure):
 
 
 @pytest.mark.parametrize(
-    ("is_fp8", "tokens", "splits", "num_experts"),
-    [(False, 5, 4, 20), (True, 5, 1, 20), (True, 1, 3, 128), (False, 1, 1, 128), (False, 8, 8, 128)],
+    ("is_fp8", "tokens", "splits", "num_experts", "first"),
+    [
+        (False, 5, 4, 20, 3),
+        (True, 5, 1, 20, 3),
+        (True, 1, 3, 128, 3),
+        (True, 1, 1, 20, -1),
+        (False, 1, 1, 128, 3),
+        (False, 8, 8, 128, 3),
+    ],
 )
 def test_scores_and_the_kernels_that_choose_by_them(
-    library: ctypes.CDLL, is_fp8: bool, tokens: int, splits: int, num_experts: int
+    library: ctypes.CDLL, is_fp8: bool, tokens: int, splits: int, num_experts: int, first: int
 ) -> None:
-    """The router's products with tokens, in parts; gate and up, and down, choose the same experts by them."""
+    """The router's products with tokens, in parts; gate and up, and down, choose the same experts by them. `first` is
+    the first token's position.
+    """
     bfloat16, num_chosen, embed, mlp = ml_dtypes.bfloat16, 3, 2048, 128
     rng = np.random.default_rng(11)
     x = rng.standard_normal((tokens, embed)).astype(bfloat16)
     router = (rng.standard_normal((num_experts, embed)) * embed**-0.5).astype(bfloat16)
     sums = np.abs(rng.standard_normal((tokens, 4), np.float32)) + 1
-    positions = np.array([3, 0, -1, 7, 1, 5, 6, 8], np.int32)[:tokens]
+    positions = np.array([first, 0, -1, 7, 1, 5, 6, 8], np.int32)[:tokens]
     parts = embed // 128
     scores = np.full((tokens, parts, 128), np.nan, np.float32)
     row = ordered(x) if is_fp8 else x
@@ -185,7 +195,7 @@ def test_scores_and_the_kernels_that_choose_by_them(
     numbers = rng.standard_normal((1 << 16) + 1, np.float32)  # repeated, because so many take long to draw
     gate_up = stack(np.resize(numbers, (1, num_experts, 2, mlp, embed)) * embed**-0.5, is_fp8)
     down = stack(np.resize(numbers, (1, num_experts, embed, mlp)) * mlp**-0.5, is_fp8)
-    results = []
+    results, published = [], np.repeat(np.array([[0], [7]], np.int32), num_chosen, axis=1)
     for choice in ({"experts": experts, "shares": shares}, {"scores": scores, "positions": positions}):
         activated = np.full((tokens * num_chosen, mlp), np.nan, bfloat16)
         out, chosen = np.full((tokens, embed), np.nan, bfloat16), np.full_like(experts, -7)
@@ -196,6 +206,7 @@ def test_scores_and_the_kernels_that_choose_by_them(
                 **sizes, **dict(zip(("norm_tiles", "inverse_dim", "epsilon"), norm, strict=True)), is_ordered=is_fp8,
                 rows=to.shape[1], columns=columns, scales=weights.scales, input=source.ctypes.data, out=to.ctypes.data,
                 sums=sums.ctypes.data, chosen=chosen.ctypes.data, num_parts=parts,
+                published=published[0].ctypes.data, unpublished=published[1].ctypes.data,
                 **{key: array.ctypes.data for key, array in choice.items()},
             )  # fmt: skip
             weights_map = tensor_map(weights.data, (columns, weights.data.size // columns, 1), 16)
@@ -203,6 +214,9 @@ def test_scores_and_the_kernels_that_choose_by_them(
             getattr(library, name)(is_fp8, *blocks, ctypes.byref(weights_map), ctypes.byref(args))
         results.append(out.astype(np.float32))
     np.testing.assert_array_equal(chosen, experts)
+    if is_fp8 and tokens == 1:  # gate and up tell down its choices, and clear those of the next layer
+        expected = np.where(experts[0] < 0, -1, experts[0] + 1)
+        np.testing.assert_array_equal(published, [expected, 0 * expected])
     assert np.isfinite(results[0]).all()
     np.testing.assert_allclose(results[1], results[0], rtol=0.02, atol=0.02)
 

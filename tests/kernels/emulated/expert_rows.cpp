@@ -160,13 +160,20 @@ extern "C" void gate_up(int is_fp8, unsigned blocks, const CUtensorMap* weights,
   auto* of_bf16 =
       is_long ? experts::gate_up_rings_kernel<Bf16Weights, 8> : experts::gate_up_rings_kernel<Bf16Weights, 4>;
   if (args->num_tokens == 1) {
-    of_fp8 = is_long ? experts::single_gate_up_kernel<Fp8Weights, 4> : experts::single_gate_up_kernel<Fp8Weights, 2>;
+    auto single = [&](auto chooses) {
+      return is_long ? experts::single_gate_up_kernel<Fp8Weights, 4, chooses>
+                     : experts::single_gate_up_kernel<Fp8Weights, 2, chooses>;
+    };
+    of_fp8 = args->scores == nullptr ? single(std::false_type()) : single(std::true_type());
   }
   run(is_fp8 ? of_fp8 : of_bf16, blocks, *weights, *args);
 }
 extern "C" void down(int is_fp8, const CUtensorMap* weights, const experts::RowsArgs* args) {
   auto* kernel = is_fp8 ? experts::down_rings_kernel<Fp8Weights> : experts::down_rings_kernel<Bf16Weights>;
-  if (is_fp8 && args->num_tokens == 1) kernel = experts::single_down_kernel<Fp8Weights>;
+  if (is_fp8 && args->num_tokens == 1) {
+    kernel = args->scores == nullptr ? experts::single_down_kernel<Fp8Weights, false>
+                                     : experts::single_down_kernel<Fp8Weights, true>;
+  }
   run(kernel, args->rows / experts::kRingRows, *weights, *args);
 }
 extern "C" void tiles(int is_down, int blocks, unsigned clusters, const CUtensorMap* weights, const CUtensorMap* input,

@@ -188,6 +188,7 @@ inline int __shfl_up_sync(uint32_t, int value, int distance) {
   const int from = static_cast<int>(threadIdx.x % 32) - distance;
   return read_lanes(value, [=](const uint32_t* words) { return from < 0 ? value : static_cast<int>(words[from]); });
 }
+inline bool __all_sync(uint32_t, bool is_set) { return __ballot_sync(0xffffffffu, is_set) == 0xffffffffu; }
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline int __ffs(int bits) { return bits == 0 ? 0 : std::countr_zero(static_cast<uint32_t>(bits)) + 1; }
@@ -354,6 +355,7 @@ struct Cluster {
   struct Sent {
     uint32_t address, barrier;
     float4 value;
+    int bytes = 16;  // of `value`: 4 or 16
   };
   std::vector<Sent> sent;
 
@@ -375,13 +377,19 @@ inline void send_float4(uint32_t address, float4 value, uint32_t barrier) {
   const std::lock_guard guard(cluster->lock);
   cluster->sent.push_back({address, barrier, value});
 }
+inline void send_float(uint32_t address, float value, uint32_t barrier) {
+  if (cluster == nullptr) __trap();
+  const std::lock_guard guard(cluster->lock);
+  cluster->sent.push_back({address, barrier, {value}, 4});
+}
 inline void receive(uint32_t barrier) {
   if (cluster == nullptr) return;
   const std::lock_guard guard(cluster->lock);
   std::erase_if(cluster->sent, [=](const Cluster::Sent& each) {
     if (each.barrier != barrier) return false;
-    store_shared_float4(each.address, each.value);
-    change(barrier, 0, -16);
+    each.bytes == 16 ? store_shared_float4(each.address, each.value)
+                     : store_shared_word(each.address, std::bit_cast<uint32_t>(each.value.x));
+    change(barrier, 0, -each.bytes);
     return true;
   });
 }
@@ -548,6 +556,8 @@ inline uint4 load_p2p(const void* from) {
   return {load_word(from, 0), load_word(from, 1), load_word(from, 2), load_word(from, 3)};
 }
 inline uint2 load_past_l1(const bf16* from) { return *reinterpret_cast<const uint2*>(from); }
+inline int load_past_l1(const int* from) { return *from; }
+inline void store_past_l1(int* to, int v) { *to = v; }
 
 // All 32 lanes of a warp take part.
 inline float largest_of_16_lanes(float value) {
