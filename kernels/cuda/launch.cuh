@@ -653,10 +653,12 @@ class StepOf {
   }
   int tile_tokens() const { return has_long_tiles() ? kTileTokens<LongFp8Cache> : kTileTokens<Bf16Cache>; }
   // Blocks that end and begin leave the memory idle. With more than two rounds of two blocks per SM, three with shorter
-  // rings lose less of it, measured for an 8-bit cache.
+  // rings lose less of it, and so they do if they all run at once, measured for an 8-bit cache.
   int warp_ring_bytes() const {
-    const bool has_rounds = shapes_.batch * shapes_.kv_heads > 4 * kMultiprocessors;
-    return has_long_tiles() && has_rounds ? kShortWarpRingBytes : kMaxWarpRingBytes;
+    const int blocks = shapes_.batch * shapes_.kv_heads;
+    const bool is_one_round = 2 * kMultiprocessors < blocks && blocks <= 3 * kMultiprocessors;
+    const bool is_short = is_one_round || blocks > 4 * kMultiprocessors;
+    return has_long_tiles() && is_short ? kShortWarpRingBytes : kMaxWarpRingBytes;
   }
   // Maps the whole cache as rows of one token each, split into halves of 128 bytes: tiles [H / 64, 16 tokens, 64]; in 8
   // bits [1, tile_tokens, H].
