@@ -425,7 +425,9 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     split = blockIdx.x % splits;
     tile = blockIdx.z * (args.group + 2) + blockIdx.x / splits;
   }
-  const int k_begin = args.k_blocks * split / splits, k_end = args.k_blocks * (split + 1) / splits;
+  const bool is_power = (splits & (splits - 1)) == 0;  // a division takes some 30 instructions
+  auto by_splits = [&](int n) { return is_power ? n >> (31 - __clz(splits)) : n / splits; };
+  const int k_begin = by_splits(args.k_blocks * split), k_end = by_splits(args.k_blocks * (split + 1));
   const int per_stage = W::kIsQuantised ? 1 : args.blocks_per_stage;  // divides k_end - k_begin
   const int iterations = (k_end - k_begin) / per_stage;
   const uint32_t ring_address = shared_address(ring);
@@ -439,7 +441,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const int stage_bytes = 2 * half_bytes + (is_resident ? 0 : per_stage * kInputBytes);
   const uint32_t resident = ring_address + args.stages * stage_bytes;
   // Tiles begin at different k, so that they do not all load the same activations at once.
-  const int first_stage = blockIdx.z % iterations;
+  const int first_stage = kSplitsInput<W> ? 0 : blockIdx.z % iterations;
   const bool is_cluster = kAttends<E> || splits > 1;
   HeadMemory* head_memory = nullptr;
   if constexpr (kAttends<E>) {
@@ -794,9 +796,15 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   if constexpr (kSplitsInput<W>) {
     if (warp == 0) {
       float4 total = {};
+#pragma unroll 1
+      for (int first = 0; first < splits; first += 4) {
+        float4 parts[4] = {};
 #pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r) {
-        if (r < splits) total = add(total, load_shared_float4(received + (r * kSumStride + 4 * lane) * 4));
+        for (int r = 0; r < 4; ++r) {
+          if (first + r < splits) parts[r] = load_shared_float4(received + ((first + r) * kSumStride + 4 * lane) * 4);
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) total = add(total, parts[r]);
       }
       finish(0, total, operands[0]);
     }

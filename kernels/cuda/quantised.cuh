@@ -65,8 +65,11 @@ struct ScaleInFlight {
 template <class W>
 __device__ __forceinline__ void load_scales(const Scales& scales, int row, int second_half, int first_group,
                                             int num_groups, int num_threads, uint32_t to) {
-  constexpr int kTogether = 8;  // loads in flight at a time
+  // Loads in flight at a time. Of 8-bit weights there are few scales, and blocks that begin late have no time for more
+  // instructions.
+  constexpr int kTogether = W::kIsInt4 ? 8 : 1;
   const int entries = scale_entries(scales.rows_each), rows = 128 / entries, total = entries * num_groups;
+#pragma unroll 1
   for (int first = threadIdx.x; first < total; first += kTogether * num_threads) {
     ScaleInFlight values[kTogether];
     uint32_t zeros[kTogether];

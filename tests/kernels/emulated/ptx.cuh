@@ -189,6 +189,7 @@ inline int __shfl_up_sync(uint32_t, int value, int distance) {
   return read_lanes(value, [=](const uint32_t* words) { return from < 0 ? value : static_cast<int>(words[from]); });
 }
 inline bool __all_sync(uint32_t, bool is_set) { return __ballot_sync(0xffffffffu, is_set) == 0xffffffffu; }
+inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline int __ffs(int bits) { return bits == 0 ? 0 : std::countr_zero(static_cast<uint32_t>(bits)) + 1; }
