@@ -37,9 +37,14 @@ __device__ __forceinline__ int rank_of(const Choices& choices, int expert, int t
   return rank;
 }
 
+struct SyncBlock {
+  __device__ __forceinline__ void operator()() const { __syncthreads(); }
+};
+
 // Returns the sum of `value` over the lower threads of the block, of which the first `kThreads` take part. All threads
-// of the block call it.
-__device__ __forceinline__ int sum_of_lower(int value, int (&totals)[kWarps]) {
+// that `sync` waits for call it.
+template <class Sync = SyncBlock>
+__device__ __forceinline__ int sum_of_lower(int value, int (&totals)[kWarps], Sync sync = {}) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = value;
 #pragma unroll
@@ -48,7 +53,7 @@ __device__ __forceinline__ int sum_of_lower(int value, int (&totals)[kWarps]) {
     if (lane >= offset) sum += lower;
   }
   if (lane == 31 && warp < kWarps) totals[warp] = sum;
-  __syncthreads();
+  sync();
   int before = sum - value;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) before += i < warp ? totals[i] : 0;
@@ -60,11 +65,15 @@ __device__ __forceinline__ void clear(Choices& choices) {
 }
 
 // Sets `tokens` of cleared choices from [num_tokens, num_chosen] experts.
+template <class Sync = SyncBlock>
 __device__ __forceinline__ void mark(Choices& choices, const int* experts, int num_tokens, int num_chosen,
-                                     int num_experts) {
+                                     int num_experts, Sync sync = {}) {
   constexpr int kTogether = 4;  // loads in flight
   const int total = num_tokens * num_chosen;
-  __syncthreads();
+  const int step = kThreads / num_chosen, more = kThreads - step * num_chosen;  // from a thread's choice to its next
+  int token = threadIdx.x / num_chosen, index = threadIdx.x - token * num_chosen;
+  sync();
+#pragma unroll 1
   for (int first = threadIdx.x; first < total; first += kTogether * kThreads) {
     int found[kTogether];
 #pragma unroll
@@ -74,11 +83,13 @@ __device__ __forceinline__ void mark(Choices& choices, const int* experts, int n
     }
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
-      const int expert = found[u], token = (first + u * kThreads) / num_chosen;
+      const int expert = found[u];
       if (expert >= 0 && expert < num_experts) atomicOr(&choices.tokens[expert][token / 32], 1u << token % 32);
+      token += step, index += more;
+      if (index >= num_chosen) ++token, index -= num_chosen;
     }
   }
-  __syncthreads();
+  sync();
 }
 
 // Marks the choices and computes the rest.
@@ -150,6 +161,24 @@ __device__ __forceinline__ float choose(const float (&scores)[kScoresEach], int 
     if (lane == j) chosen = value_of(best);
   }
   return chosen;
+}
+
+// Returns the rank of the thread's key, which is keys[threadIdx.x]. Among equal keys, the lower thread's comes first.
+// The first kMostRouted threads call it.
+__device__ __forceinline__ int rank_of_key(const uint32_t (&keys)[kMostRouted]) {
+  const uint32_t key = keys[threadIdx.x], lower_lanes = (1u << threadIdx.x % 32) - 1;
+  const uint4* fours = reinterpret_cast<const uint4*>(keys);
+  int rank = __popc(__match_any_sync(0xffffffffu, key) & lower_lanes);
+#pragma unroll 1
+  for (int group = 0; group < kMostRouted / 32; ++group) {
+    const uint32_t bound = key - (group < static_cast<int>(threadIdx.x) / 32);  // an equal key of a lower warp is before
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint4 found = fours[8 * group + i];
+      rank += (found.x > bound) + (found.y > bound) + (found.z > bound) + (found.w > bound);
+    }
+  }
+  return rank;
 }
 
 // Returns, to lane j, the share of choice j: of a softmax over the scores times `factor`, or if `is_normalized`, over

@@ -98,144 +98,162 @@ struct RouterArgs {
   GatherRowsArgs normed;  // where it stores each token, at the token's number; `rows` may be null
 };
 
-// Loads 8 columns of a token for the router, whose weights are never quantised: in their own order.
+// Of 16 columns of a row in their own order, whose halves two neighboring lanes have, returns those that the lanes have
+// of ordered activations: the even ones to the lower lane, and the odd ones to its neighbor.
 template <class W>
-__device__ __forceinline__ uint4 load_plain(const bf16* row, int column) {
-  if constexpr (W::kIsQuantised) {
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(row) + ordered_pair<W>(column);
-    const uint2 even = *reinterpret_cast<const uint2*>(words), odd = *reinterpret_cast<const uint2*>(words + 4);
-    return make_uint4(__byte_perm(even.x, odd.x, 0x5410), __byte_perm(even.x, odd.x, 0x7632),
-                      __byte_perm(even.y, odd.y, 0x5410), __byte_perm(even.y, odd.y, 0x7632));
-  } else {
-    return *reinterpret_cast<const uint4*>(row + column);
-  }
+__device__ __forceinline__ uint4 reordered(uint4 v) {
+  if constexpr (!W::kIsQuantised) return v;
+  const bool is_odd = threadIdx.x % 2 == 1;
+  const uint32_t kept = is_odd ? 0x7632 : 0x5410, sent = is_odd ? 0x5410 : 0x7632;
+  const uint32_t low = __byte_perm(v.x, v.y, kept), high = __byte_perm(v.z, v.w, kept);
+  const uint32_t other_low = __shfl_xor_sync(0xffffffffu, __byte_perm(v.x, v.y, sent), 1);
+  const uint32_t other_high = __shfl_xor_sync(0xffffffffu, __byte_perm(v.z, v.w, sent), 1);
+  return is_odd ? make_uint4(other_low, other_high, low, high) : make_uint4(low, high, other_low, other_high);
 }
 
+// The router's weights of a lane: rows of two experts, at the columns of some steps, in the order of activations.
+template <class W, int U>
+struct RouterWeights {
+  const bf16* from;  // of the first expert; the second is 8 further
+  int columns;
+  bool has_first, has_second;
+  uint4 rows[U][2];
+
+  // Loads those of `count` steps.
+  __device__ __forceinline__ void load(int count) {
+    constexpr int kStep = RowFormat<Bf16Weights>::kStep;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      rows[u][0] = rows[u][1] = make_uint4(0, 0, 0, 0);
+      if (has_first && u < count) rows[u][0] = __ldg(reinterpret_cast<const uint4*>(from + u * kStep));
+      if (has_second && u < count) rows[u][1] = __ldg(reinterpret_cast<const uint4*>(from + 8 * columns + u * kStep));
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) rows[u][0] = reordered<W>(rows[u][0]), rows[u][1] = reordered<W>(rows[u][1]);
+  }
+};
+
 // Grid: a cluster of 8 blocks for each 8 tokens. A block scores 16 experts for all 8 tokens, its warps splitting the
-// columns, and sends each token's scores to the block that chooses for it.
+// columns, and sends each token's scores to the block that chooses for it. After the wait the memory is busy with
+// weights of gate and up, and the code is not in the instruction caches: all that is read is asked for at once, by
+// addresses known before, and few instructions follow.
 struct RouterMemory {
   float parts[kWarps][kRouterExperts][kRouterTokens];
-  alignas(16) float scores[kMostRouted];
-  uint64_t received;  // barrier that counts the bytes of the scores
+  alignas(16) uint32_t keys[kMostRouted];  // order as the scores do; 0: no expert
+  float chosen[32];                        // scores of the choices
+  uint64_t received;                       // barrier that counts the bytes of the keys
 };
 
 template <class W>
 __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_constant__ RouterArgs args) {
-  constexpr int U = 8;
+  constexpr int U = 8, kStep = RowFormat<Bf16Weights>::kStep;
+  constexpr int kHalf = kWarps / 2, kRows = 2, kStride = 32 * kHalf;  // warps that store the block's token; see below
   extern __shared__ __align__(16) uint8_t shared_rows[];
   auto& memory = *reinterpret_cast<RouterMemory*>(shared_rows);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kRouterBlocks, first_token = blockIdx.x / kRouterBlocks * kRouterTokens;
-  constexpr int kStep = RowFormat<Bf16Weights>::kStep;
-  const int steps = args.columns / kStep, begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
-  const size_t columns = args.columns;
+  const int steps = args.columns / kStep, begin = steps * warp / kWarps;
+  const int first_column = begin * kStep + 8 * (lane % 4);
+  int left = steps * (warp + 1) / kWarps - begin;
   let_next_kernel_start();
-  const int low = rank * kRouterExperts + lane / 4;
-  auto fetch = [&](uint4(&a)[2], int step) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      a[half] = make_uint4(0, 0, 0, 0);
-      if (step < end && low + 8 * half < args.num_experts) {
-        const bf16* from = args.router + (low + 8 * half) * columns + step * kStep + 8 * (lane % 4);
-        a[half] = __ldg(reinterpret_cast<const uint4*>(from));
-      }
-    }
-  };
-  uint4 a[U][2];
-#pragma unroll
-  for (int u = 0; u < U; ++u) fetch(a[u], begin + u);
+  const int expert = rank * kRouterExperts + lane / 4;
+  const bf16* from = args.router + static_cast<size_t>(expert) * args.columns + first_column;
+  RouterWeights<W, U> weights = {from, args.columns, expert < args.num_experts, expert + 8 < args.num_experts};
+  weights.load(left);
   const int chooser = first_token + rank;  // the token that this block chooses for
-  const bool is_padding = chooser < args.num_tokens && args.positions[chooser] < 0;
+  const bool has_token = chooser < args.num_tokens, is_padding = has_token && args.positions[chooser] < 0;
   const uint32_t received = shared_address(&memory.received);
   if (threadIdx.x == 0) {
     barrier_init(received, 1);
     barrier_init_fence();
-    barrier_expect_bytes(received, sizeof(memory.scores));
+    barrier_expect_bytes(received, sizeof(memory.keys));
   }
   cluster_arrive();
+  // In place of tokens that do not exist, the last one is read, and nobody chooses by it.
+  auto row_of = [&](int token) {
+    return args.scaled + static_cast<size_t>(min(token, args.num_tokens - 1)) * args.columns;
+  };
+  const bf16* row = row_of(first_token + lane / 4) + first_column;
+  const uint4* own_row = reinterpret_cast<const uint4*>(row_of(chooser));
+  const bool is_storing = warp >= kHalf && args.normed.rows != nullptr && has_token;
+  const float* sums = args.sums + static_cast<size_t>(min(chooser, args.num_tokens - 1)) * args.norm_tiles;
   wait_for_previous_kernel();
-  const int token = first_token + lane / 4;
-  const bf16* row = args.scaled + token * columns;
-  float inverse_rms = 0.0f;
-  if (warp == 0 && chooser < args.num_tokens) {
-    const float* sums = args.sums + chooser * args.norm_tiles;
-    inverse_rms = inverse_rms_of(sums, args.norm_tiles, args.inverse_dim, args.epsilon);
-  }
-  float c[4] = {};
+  uint4 normed[kRows];
+  auto load_normed = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int vector = first + threadIdx.x % kStride + kStride * i;
+      normed[i] = vector < args.columns / 8 ? own_row[vector] : make_uint4(0, 0, 0, 0);
+    }
+  };
+  float squares = lane_squares(sums, args.norm_tiles);
+  float c[2][4] = {};
 #pragma unroll 1
-  for (int step = begin; step < end; step += U) {
+  while (true) {
     uint4 b[U][1];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       b[u][0] = make_uint4(0, 0, 0, 0);
-      const bool is_needed = token < args.num_tokens && step + u < end;
-      if (is_needed) b[u][0] = load_plain<W>(row, (step + u) * kStep + 8 * (lane % 4));
+      if (u < left) b[u][0] = *reinterpret_cast<const uint4*>(row + u * kStep);
     }
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      multiply(c, a[u][0], a[u][1], b[u]);
-      fetch(a[u], step + U + u);
-    }
+    for (int u = 0; u < U; ++u) multiply(c[u % 2], weights.rows[u][0], weights.rows[u][1], b[u]);
+    left -= U;
+    if (left <= 0) break;
+    row += U * kStep, weights.from += U * kStep;
+    weights.load(left);
   }
+  if (is_storing) load_normed(0);
   float* to = &memory.parts[warp][lane / 4][2 * (lane % 4)];
-  to[0] = c[0], to[1] = c[1];
-  to[8 * kRouterTokens] = c[2], to[8 * kRouterTokens + 1] = c[3];
-  // What the other warps than the first store of the block's token, see below.
-  constexpr int kRows = 2;
-  const bool is_storing = warp > 0 && args.normed.rows != nullptr && chooser < args.num_tokens;
-  uint4 normed[kRows];
-  float squares = 0.0f;
-  auto load_normed = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int vector = first + 32 * (warp - 1) + 32 * (kWarps - 1) * i + lane;
-      normed[i] = make_uint4(0, 0, 0, 0);
-      if (vector < args.columns / 8)
-        normed[i] = reinterpret_cast<const uint4*>(args.scaled + chooser * columns)[vector];
-    }
-  };
-  if (is_storing) {
-    squares = lane_squares(args.sums + chooser * args.norm_tiles, args.norm_tiles);
-    load_normed(0);
-  }
+  to[0] = c[0][0] + c[1][0], to[1] = c[0][1] + c[1][1];
+  to[8 * kRouterTokens] = c[0][2] + c[1][2], to[8 * kRouterTokens + 1] = c[0][3] + c[1][3];
   __syncthreads();
   cluster_wait();  // all blocks have started
   if (threadIdx.x < kRouterExperts * kRouterTokens) {
-    const int expert = threadIdx.x % kRouterExperts, local = threadIdx.x / kRouterExperts;
+    const int local_expert = threadIdx.x % kRouterExperts, local = threadIdx.x / kRouterExperts;
     float score = 0.0f;
 #pragma unroll
-    for (int p = 0; p < kWarps; ++p) score += memory.parts[p][expert][local];
-    auto of_lane = [&](int distance) { return __shfl_xor_sync(0xffffffffu, score, distance); };
-    const float4 four = make_float4(score, of_lane(1), of_lane(2), of_lane(3));  // in order in every fourth lane
-    const uint32_t to = address_in_cluster(shared_address(&memory.scores[rank * kRouterExperts + expert]), local);
-    if (expert % 4 == 0) send_float4(to, four, address_in_cluster(received, local));
+    for (int p = 0; p < kWarps; ++p) score += memory.parts[p][local_expert][local];
+    const bool is_real = rank * kRouterExperts + local_expert < args.num_experts;
+    const float key = __uint_as_float(is_real ? max(order_of(score), 1u) : 0u);
+    auto of_lane = [&](int distance) { return __shfl_xor_sync(0xffffffffu, key, distance); };
+    const float4 four = make_float4(key, of_lane(1), of_lane(2), of_lane(3));  // in order in every fourth lane
+    const uint32_t to = address_in_cluster(shared_address(&memory.keys[rank * kRouterExperts + local_expert]), local);
+    if (local_expert % 4 == 0) send_float4(to, four, address_in_cluster(received, local));
   }
-  if (warp != 0) {  // meanwhile, the first warp waits and chooses
+  const float inverse_rms = inverse_rms_of(squares, args.inverse_dim, args.epsilon);
+  if (warp >= kHalf) {  // meanwhile, the others wait and choose
     if (!is_storing) return;
-    const float factor = inverse_rms_of(squares, args.inverse_dim, args.epsilon);
-    constexpr int kStride = 32 * (kWarps - 1);
 #pragma unroll 1
     for (int first = 0; first < args.columns / 8; first += kRows * kStride) {
       if (first > 0) load_normed(first);
-#pragma unroll
+#pragma unroll 1
       for (int i = 0; i < kRows; ++i) {
-        const int warp_first = first + 32 * (warp - 1) + kStride * i;
+        const int warp_first = first + 32 * (warp - kHalf) + kStride * i;
         if (warp_first >= args.columns / 8) continue;
-        store_columns<W>(args.normed, warp_first + lane, normed_columns<W>(args.normed, normed[i], factor), chooser);
+        const uint4 v = i == 0 ? normed[0] : normed[1];
+        store_columns<W>(args.normed, warp_first + lane, normed_columns<W>(args.normed, v, inverse_rms), chooser);
       }
     }
     return;
   }
+  static_assert(32 * kHalf == kMostRouted);
   barrier_wait(received, 0);  // also without a token: the others store here until then
-  if (chooser < args.num_tokens) {
-    const size_t at = static_cast<size_t>(chooser) * args.num_chosen;
-    const float4 found = *reinterpret_cast<const float4*>(memory.scores + kScoresEach * lane);
-    const float scores[kScoresEach] = {found.x, found.y, found.z, found.w};
-    const float chosen = choose(scores, args.num_experts, args.num_chosen, is_padding, args.experts + at);
-    const float share =
-        share_of_choice(scores, chosen, inverse_rms, args.num_experts, args.num_chosen, args.is_normalized);
-    if (lane < args.num_chosen) args.shares[at + lane] = share;
+  if (!has_token) return;
+  const size_t at = static_cast<size_t>(chooser) * args.num_chosen;
+  const uint32_t key = memory.keys[threadIdx.x];
+  const int place = rank_of_key(memory.keys);
+  if (key > 0 && place < args.num_chosen) {
+    args.experts[at + place] = is_padding ? -1 : static_cast<int>(threadIdx.x);
+    memory.chosen[place] = value_of(key);
   }
+  sync_threads(1, kMostRouted);
+  if (warp != 0) return;
+  const uint4 found = *reinterpret_cast<const uint4*>(memory.keys + kScoresEach * lane);
+  const float scores[kScoresEach] = {value_of(found.x), value_of(found.y), value_of(found.z), value_of(found.w)};
+  const float share = share_of_choice(scores, memory.chosen[lane], inverse_rms, args.num_experts, args.num_chosen,
+                                      args.is_normalized);
+  if (lane < args.num_chosen) args.shares[at + lane] = share;
 }
 
 // ---- tokens in order of their experts ----------------------------------------------------------------------------

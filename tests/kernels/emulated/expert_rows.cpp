@@ -150,8 +150,9 @@ extern "C" void score(const bf16* x, int num_tokens, int columns, int splits, co
 }
 
 // Reads a row of activations, stored in the order that 8-bit weights need, in the columns' own order.
-extern "C" void load_plain(const bf16* row, int columns, uint4* plain) {
-  for (int i = 0; i < columns / 8; ++i) plain[i] = experts::load_plain<Fp8Weights>(row, 8 * i);
+// Puts 8 columns of each of 32 lanes in the order of activations of 8-bit weights.
+extern "C" void reorder(uint4* columns) {
+  run(32, 1, [&] { columns[threadIdx.x] = experts::reordered<Fp8Weights>(columns[threadIdx.x]); });
 }
 
 extern "C" void gate_up(int is_fp8, unsigned blocks, const CUtensorMap* weights, const experts::RowsArgs* args) {

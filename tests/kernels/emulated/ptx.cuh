@@ -160,6 +160,13 @@ inline uint32_t __ballot_sync(uint32_t, bool is_set) {
     return bits;
   });
 }
+inline uint32_t __match_any_sync(uint32_t, uint32_t value) {
+  return read_lanes(value, [=](const uint32_t* words) {
+    uint32_t bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= static_cast<uint32_t>(words[lane] == value) << lane;
+    return bits;
+  });
+}
 inline int __shfl_sync(uint32_t, int value, int lane) {
   return read_lanes(value, [=](const uint32_t* words) { return static_cast<int>(words[lane]); });
 }
@@ -429,6 +436,7 @@ struct CUtensorMap {  // of three dimensions, with the 128-byte swizzle, or none
   int sizes[3], box[3], element_bytes;  // sizes in elements
 };
 inline void prefetch_map(const CUtensorMap*) {}
+inline void prefetch_tile(const CUtensorMap*, int, int) {}
 inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, int matrix, uint32_t barrier) {
   const size_t row_bytes = static_cast<size_t>(map->sizes[0]) * map->element_bytes;
   const int bytes = map->box[0] * map->element_bytes;
