@@ -13,52 +13,15 @@
 //            bf16, or rounded to e4m3, with a scale for the 128 rows, which are columns of down; the share is in it
 //   down:    256 rows. It finds its tiles and fetches its first weights while gate_up still runs
 //
-// In a decode step (kPlaces), the kernels also find the places of the choices by themselves, and one
-// more warp copies each tile's tokens to shared memory from where the router has left them, so that no kernel puts
-// tokens in order; shares are multiplied when a token's experts are added up. Then gate_up does not wait for the
-// choices before it fetches its first weights: each block begins with a fixed expert's first tile, which is dropped if
-// no token chose this expert.
+// In a decode step (kPlaces), the kernels also find the places of the choices by themselves (expert_places.cuh); shares
+// are multiplied when a token's experts are added up.
 #pragma once
-#include "expert_parts.cuh"
-#include "expert_tiles.cuh"
+#include "expert_places.cuh"
 #include "rounding.cuh"
 #include "wgmma_e4m3.cuh"
 
 namespace meshserve {
 namespace experts {
-
-constexpr int kNarrowConsumers = 256;
-constexpr int narrow_threads(bool places) { return places ? 320 : 288; }
-constexpr int kHalfRows = 128;  // of a tile's weights: of gate or of up, or the lower or upper ones of down
-constexpr int kUnitRows = 64, kGroups = 2, kUnitBytes = kGroups * kUnitRows * 128;
-constexpr int kFp8Columns = 128;   // that share a scale
-constexpr int kFp8LaneScales = 2;  // each lane of a warp holds the scales of so many times 128 columns
-constexpr int kFp8MostColumns = 32 * kFp8LaneScales * kFp8Columns;
-template <int N>
-constexpr int kUnits = N <= 32 ? 10 : 8;  // in shared memory
-template <int N>
-constexpr int kChunks = N <= 32 ? 3 : 2;  // of tokens
-
-// A copy must begin at a multiple of 16 bytes, so the scales of a tile's tokens begin up to 3 before them.
-constexpr int kMoreScales = 4;
-__device__ __forceinline__ int first_scale(int token) { return token / kMoreScales * kMoreScales; }
-
-struct NarrowTilesArgs {
-  const int* first;       // [kMaxExperts + 1]: of each expert's tokens
-  const float* share_of;  // of each place
-  void* out;              // [places, rows]: e4m3 of gate_up with 8-bit weights, else bf16
-  float* out_scales;      // of e4m3 [rows / 128, stride]
-  Scales scales;          // of 8-bit weights
-  int rows, columns;      // rows of the output: an expert is [2, rows, columns] or [rows, columns]
-  int first_row;          // of the layer in the stack of all layers
-  int stride;             // of out_scales
-  // With kPlaces:
-  const int* experts;         // [T, k]: the choices
-  const void* tokens;         // gate_up: the normed tokens [T, columns]: e4m3 with 8-bit weights, else bf16
-  const float* token_scales;  // of e4m3 [columns / 128, stride]
-  int* places;                // gate_up: of each choice, written [T, k]
-  int num_tokens, num_chosen, num_experts;
-};
 
 // The scales of a tile's first and second rows, for all columns: a lane has those of columns 128 * (lane + 32 * i).
 struct TileScales {
@@ -79,39 +42,6 @@ struct TileScales {
   __device__ __forceinline__ float2 of(const Scales& s, int k) const {
     const float low = (k < 32 ? first[0] : first[1]).value(s), high = (k < 32 ? second[0] : second[1]).value(s);
     return make_float2(__shfl_sync(0xffffffffu, low, k % 32), __shfl_sync(0xffffffffu, high, k % 32));
-  }
-};
-
-template <int N>
-struct NarrowTilesMemory {
-  uint8_t units[kUnits<N>][kUnitBytes];
-  uint8_t tokens[kChunks<N>][kGroups * N * 128];
-  alignas(128) float token_scales[kChunks<N>][kGroups][(N + kMoreScales + 31) / 32 * 32];
-  float scales[kUnits<N>][kGroups];
-  float highest[2][kWarps][N];  // of a warp's rows of each token; two, so that one barrier a tile suffices
-  uint64_t full[kUnits<N>], empty[kUnits<N>];
-  uint64_t tokens_full[kChunks<N>], tokens_empty[kChunks<N>];
-  int first_tile[kMaxExperts + 1], first_token[kMaxExperts + 1];
-  int totals[kWarps];
-};
-template <int N>
-struct PlacesMemory : NarrowTilesMemory<N> {
-  Choices choices;
-};
-
-// The tiles of a block of gate_up that finds its choices by itself. Experts' first tiles of tokens are reserved for the
-// first blocks, in order; tiles that are left have numbers in order of experts. A block takes its reserved tile, or if
-// no token chose that expert, one of the first that are left, and then every gridDim-th of the others.
-struct ReservedTile {
-  int expert, row;     // of the reserved tile
-  bool is_reserved;    // for this block
-  bool is_chosen;      // whether tokens chose the expert
-  int num_before;      // lower blocks that have no tile reserved for them
-  int num_unreserved;  // of all blocks
-
-  __device__ __forceinline__ int number(int i) const {  // of the block's tile i among those that are left
-    if (i == 0) return num_before;
-    return num_unreserved + blockIdx.x + (i - 1) * gridDim.x;
   }
 };
 
@@ -217,138 +147,6 @@ __device__ __forceinline__ void store_rows(uint8_t* to, int stride, const float 
   }
 }
 
-// Computes the first token of each expert and the first of its tiles that are left, and returns their number. Of the
-// first `num_reserved` experts, the first tiles are not among these. `reserved.expert` is given. All threads call it.
-template <int N>
-__device__ __forceinline__ int place_choices(PlacesMemory<N>& memory, const NarrowTilesArgs& args, int row_tiles,
-                                             int num_reserved, ReservedTile* reserved) {
-  constexpr int kEmpty = 1 << 20;  // experts without tokens are counted in the upper bits of the same sum
-  Choices& choices = memory.choices;
-  mark(choices, args.experts, args.num_tokens, args.num_chosen, args.num_experts);
-  const int expert = threadIdx.x, count = expert < kMaxExperts ? count_tokens(choices, expert) : 0;
-  const int first = sum_of_lower(count, choices.totals);
-  const bool is_empty = expert < num_reserved && count == 0;
-  const int left = (count + N - 1) / N - (expert < num_reserved && count > 0 ? 1 : 0);
-  const int before = sum_of_lower(left * row_tiles + (is_empty ? kEmpty : 0), memory.totals);
-  if (expert < kMaxExperts) {
-    memory.first_token[expert] = choices.first[expert] = first;
-    memory.first_tile[expert] = before;
-    if (expert == kMaxExperts - 1) {
-      memory.first_token[kMaxExperts] = first + count;
-      memory.first_tile[kMaxExperts] = before + left * row_tiles;
-    }
-  }
-  __syncthreads();
-  const int all = memory.first_tile[kMaxExperts];
-  const int to_reserved = memory.first_tile[reserved->is_reserved ? reserved->expert : kMaxExperts] / kEmpty;
-  reserved->is_chosen =
-      reserved->is_reserved && memory.first_token[reserved->expert + 1] > memory.first_token[reserved->expert];
-  reserved->num_before = to_reserved * row_tiles + (reserved->is_reserved ? 0 : blockIdx.x - num_reserved * row_tiles);
-  reserved->num_before += reserved->is_reserved ? blockIdx.x % row_tiles : 0;
-  reserved->num_unreserved = all / kEmpty * row_tiles + gridDim.x - num_reserved * row_tiles;
-  return all % kEmpty;
-}
-
-// Finds tile number `tile` of those that are left.
-template <int N>
-__device__ __forceinline__ ExpertTile find_left_tile(const PlacesMemory<N>& memory, int tile, int rows_each,
-                                                     int num_reserved) {
-  constexpr int kEmpty = 1 << 20;
-  int expert = 0;
-#pragma unroll
-  for (int step = kMaxExperts / 2; step > 0; step /= 2) {
-    if (memory.first_tile[expert + step] % kEmpty <= tile) expert += step;
-  }
-  ExpertTile found;
-  const int skipped = expert < num_reserved ? N : 0, first = memory.first_token[expert] + skipped;
-  const int index = tile - memory.first_tile[expert] % kEmpty;
-  found.expert = expert;
-  found.last_token = memory.first_token[expert + 1];
-  const int token_tiles = (found.last_token - first + N - 1) / N;
-  found.token = first + index % token_tiles * N;
-  found.row = index / token_tiles * rows_each;
-  return found;
-}
-
-// Returns, to each of the first N lanes, the token of a tile.
-template <int N>
-__device__ __forceinline__ int token_of_lane(const PlacesMemory<N>& memory, const ExpertTile& at) {
-  int rank = at.token - memory.first_token[at.expert] + static_cast<int>(threadIdx.x % 32), word = 0;
-  const auto& words = memory.choices.tokens[at.expert];
-  if (at.token + static_cast<int>(threadIdx.x % 32) >= at.last_token) return 0;
-  for (; rank >= __popc(words[word]); ++word) rank -= __popc(words[word]);
-  uint32_t bits = words[word];
-  for (; rank > 0; --rank) bits &= bits - 1;
-  return 32 * word + __ffs(bits) - 1;
-}
-
-// Copies the tokens of a block's tiles and their scales to shared memory with one warp, as the copy engine would if
-// they lay in order, and stores the places of some tokens' choices. `find(i, &tile)` finds the block's tile i.
-template <int N, class W, class Find>
-__device__ __forceinline__ void copy_tokens(PlacesMemory<N>& memory, const NarrowTilesArgs& args, int blocks,
-                                            uint32_t full, uint32_t empty, Find find) {
-  static_assert(N <= 32);
-  const int lane = threadIdx.x % 32, row_bytes = args.columns * 128 / W::kBlockColumns;
-  const uint8_t* rows = static_cast<const uint8_t*>(args.tokens);
-  int chunk = 0, waiting = -1;  // the chunk whose copies are not known to be complete
-  uint32_t parity = 1;
-  auto signal = [&](int which) {
-    fence_shared_before_copies();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full + 8 * which);
-  };
-  ExpertTile at;
-#pragma unroll 1
-  for (int t = 0; find(t, &at); ++t) {
-    const int num_tokens = at.last_token - at.token, mine = token_of_lane<N>(memory, at);
-#pragma unroll 1
-    for (int first_group = 0; first_group < blocks; first_group += kGroups) {
-      barrier_wait(empty + 8 * chunk, parity);
-      const uint32_t to = shared_address(memory.tokens[chunk]);
-#pragma unroll
-      for (int i = 0; i < N / 4; ++i) {
-        const int row = lane / 8 + 4 * i, piece = lane % 8;
-        const int token = __shfl_sync(0xffffffffu, mine, row);
-        const uint8_t* from = rows + static_cast<size_t>(token) * row_bytes + piece * 16;
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          const int group = first_group + g;
-          const bool is_real = row < num_tokens && group < blocks;
-          copy_16(to + (g * N + row) * 128 + (piece ^ row % 8) * 16, from + (is_real ? group * 128 : 0),
-                  is_real ? 16 : 0);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < (W::kIsQuantised ? kGroups * N / 32 : 0); ++i) {
-        const int row = (lane + 32 * i) % N, g = (lane + 32 * i) / N;
-        const int token = __shfl_sync(0xffffffffu, mine, row);
-        const bool is_real = row < num_tokens && first_group + g < blocks;
-        const size_t from = is_real ? static_cast<size_t>(first_group + g) * args.stride + token : 0;
-        copy_4(shared_address(memory.token_scales[chunk][g] + row), args.token_scales + from, is_real ? 4 : 0);
-      }
-      commit_copies();
-      if (waiting >= 0) {
-        wait_for_copies<1>();
-        signal(waiting);
-      }
-      waiting = chunk;
-      if (++chunk == kChunks<N>) chunk = 0, parity ^= 1;
-    }
-  }
-  wait_for_copies<0>();
-  if (waiting >= 0) signal(waiting);
-  // The places of some tokens' choices, for the sum of a token's experts.
-#pragma unroll 1
-  for (int token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
-#pragma unroll 1
-    for (int i = lane; i < args.num_chosen; i += 32) {
-      const int choice = token * args.num_chosen + i, chosen = args.experts[choice];
-      const bool is_here = chosen >= 0 && chosen < args.num_experts;
-      args.places[choice] = is_here ? memory.choices.first[chosen] + rank_of(memory.choices, chosen, token) : -1;
-    }
-  }
-}
-
 template <bool kIsDown, int N, class W, bool kPlaces = false>
 __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
     narrow_tiles_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
@@ -386,6 +184,7 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
   auto scales_of = [&](int row) {
     return TileScales(args.scales, row, row + to_second_row, W::kIsQuantised ? blocks : 0);
   };
+  auto row_of_unit = [&](int row, int i) { return row + (i % 4 < 2 ? 0 : to_second_row) + i % 2 * kUnitRows; };
   // Fetches unit i of the tile whose first row is `row`.
   auto fetch_unit = [&](int row, const TileScales& scales, int i, int to_unit) {
     const int first_group = i / 4 * kGroups;
@@ -399,7 +198,7 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
     }
     if (lane == 0) {
       barrier_expect_bytes(barrier, kUnitBytes);
-      copy_tile(to, &weights, row + (i % 4 < 2 ? 0 : to_second_row) + i % 2 * kUnitRows, first_group, barrier, policy);
+      copy_tile(to, &weights, row_of_unit(row, i), first_group, barrier, policy);
     }
   };
   ReservedTile reserved = {};
@@ -408,26 +207,39 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
     if constexpr (!kIsDown) num_reserved = min(static_cast<int>(gridDim.x) / row_tiles, args.num_experts);
     reserved.expert = blockIdx.x / row_tiles, reserved.row = blockIdx.x % row_tiles * kRows;
     reserved.is_reserved = reserved.expert < num_reserved;
-    // In bfloat16 only as many as have been measured.
-    if (reserved.is_reserved) num_early = min(W::kIsQuantised ? kUnits<N> : 4, units);
+    if (reserved.is_reserved) num_early = min(kUnits<N>, units);
+    if (threadIdx.x == 0) memory.is_released = false;
     clear(memory.choices);
+    __syncthreads();
     if (warp == kWarps && num_early > 0) {
       const int row = row_of(reserved.expert, reserved.row);
       const TileScales scales = scales_of(row);
 #pragma unroll 1
-      for (int i = 0; i < num_early; ++i) fetch_unit(row, scales, i, i);
+      for (int i = 0; i < num_early; ++i) {
+        if (i >= kEarlyInFlight && !memory.is_released) barrier_wait(full + 8 * (i - kEarlyInFlight), 0);
+        fetch_unit(row, scales, i, i);
+        const int later = num_early + i;
+        if (i < kLaterUnits && later < units && lane == 0) {
+          prefetch_tile(&weights, row_of_unit(row, later), later / 4 * kGroups);
+        }
+      }
     }
   }
-  if (kIsDown) {
+  auto wait = [&] {
+    if (!kIsDown) wait_for_previous_kernel();
     let_next_kernel_start();
-  } else {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-  }
+  };
   int all_tiles;
   if constexpr (kPlaces) {
-    all_tiles = place_choices<N>(memory, args, row_tiles, num_reserved, &reserved);
+    if (warp != kWarps) wait();
+    if (warp < kWarps) {
+      if (threadIdx.x == 0) memory.is_released = true;
+      place_choices<N>(memory, args, row_tiles, num_reserved);
+    }
+    __syncthreads();
+    all_tiles = count_left_tiles<N>(memory, row_tiles, num_reserved, &reserved);
   } else {
+    wait();
     all_tiles = count_tiles<N>(memory, args.first, row_tiles);
   }
   // Finds the block's tile i, given an earlier one.
@@ -459,6 +271,8 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
     int unit = 0, chunk = 0;
     uint32_t parity = 1, tokens_parity = 1;
     bool is_waiting = kIsDown;
+    int fewer = 0;
+    if constexpr (kPlaces) fewer = reserved.fewer_units(all_tiles, kUnits<N>);
     if (is_dropped) {
       unit = num_early % kUnits<N>;
       if (unit == 0) parity ^= 1;
@@ -494,7 +308,11 @@ __global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
           if (++chunk == kChunks<N>) chunk = 0, tokens_parity ^= 1;
         }
         if (i >= num_early) {
-          if (lane == 0) barrier_wait(empty + 8 * unit, parity);
+          if (lane == 0) {
+            barrier_wait(empty + 8 * unit, parity);
+            const int later = unit + fewer, is_next_round = later >= kUnits<N>;
+            if (fewer > 0) barrier_wait(empty + 8 * (later - is_next_round * kUnits<N>), parity ^ is_next_round);
+          }
           fetch_unit(row, scales, i, unit);
         }
         __syncwarp();

@@ -92,6 +92,12 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, i
       "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(outer), "l"(policy)
       : "memory");
 }
+// Asks for the same box in the L2.
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int row, int outer) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row),
+               "r"(outer)
+               : "memory");
+}
 // Copies a box of 128 bytes of each row, from a map [row, bytes] whose third dimension is 1.
 __device__ __forceinline__ void copy_bytes(uint32_t to, const CUtensorMap* map, int row, int first, uint32_t barrier,
                                            uint64_t policy) {

@@ -114,8 +114,8 @@ def tensor_map(array: np.ndarray, sizes: tuple[int, int, int], rows: int) -> Ten
 def compiled(folder: Path) -> ctypes.CDLL:
     sources = (
         "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_parts.cuh", "expert_rings.cuh",
-        "router_part.cuh", "rounding.cuh", "expert_items.cuh", "expert_tiles.cuh", "expert_narrow_tiles.cuh",
-        "expert_fp8_tiles.cuh", "expert_single.cuh", "expert_router.cuh",
+        "router_part.cuh", "rounding.cuh", "expert_items.cuh", "expert_tiles.cuh", "expert_places.cuh",
+        "expert_narrow_tiles.cuh", "expert_fp8_tiles.cuh", "expert_single.cuh", "expert_router.cuh",
     )  # fmt: skip
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     of_clusters = (("RouterMemory", "shared_rows"), ("TilesMemory", "shared"))

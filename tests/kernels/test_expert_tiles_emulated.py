@@ -31,7 +31,7 @@ class TilesArgs(ctypes.Structure):
 
 
 class NarrowTilesArgs(ctypes.Structure):
-    """Mirrors the struct in expert_narrow_tiles.cuh."""
+    """Mirrors the struct in expert_places.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("first", "share_of", "out", "out_scales")),
