@@ -171,7 +171,8 @@ __device__ __forceinline__ int rank_of_key(const uint32_t (&keys)[kMostRouted]) 
   int rank = __popc(__match_any_sync(0xffffffffu, key) & lower_lanes);
 #pragma unroll 1
   for (int group = 0; group < kMostRouted / 32; ++group) {
-    const uint32_t bound = key - (group < static_cast<int>(threadIdx.x) / 32);  // an equal key of a lower warp is before
+    const uint32_t bound =
+        key - (group < static_cast<int>(threadIdx.x) / 32);  // an equal key of a lower warp is before
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint4 found = fours[8 * group + i];

@@ -1,9 +1,10 @@
-// The memory of the kernels of narrow tiles (expert_narrow_tiles.cuh), and how in a decode step these find the places of
-// the choices, and the tokens of their tiles, by themselves.
+// The memory of the kernels of narrow tiles (expert_narrow_tiles.cuh), and how in a decode step these find the places
+// of the choices, and the tokens of their tiles, by themselves.
 //
 // Every block derives all places from the choices. One warp copies each tile's tokens to shared memory from where the
 // router has left them, so that no kernel puts tokens in order. gate_up does not wait for the choices before it fetches
-// its first weights: each block begins with a fixed expert's first tile, which is dropped if no token chose this expert.
+// its first weights: each block begins with a fixed expert's first tile, which is dropped if no token chose this
+// expert.
 #pragma once
 #include "expert_parts.cuh"
 #include "expert_tiles.cuh"
@@ -19,7 +20,9 @@ constexpr int kFp8Columns = 128;   // that share a scale
 constexpr int kFp8LaneScales = 2;  // each lane of a warp holds the scales of so many times 128 columns
 constexpr int kFp8MostColumns = 32 * kFp8LaneScales * kFp8Columns;
 template <int N>
-constexpr int kUnits = N <= 16 ? 12 : N <= 32 ? 10 : 8;  // in shared memory
+constexpr int kUnits = N <= 16   ? 12
+                       : N <= 32 ? 10
+                                 : 8;  // in shared memory
 template <int N>
 constexpr int kChunks = N <= 32 ? 3 : 2;  // of tokens
 // Units that are in flight at a time before the wait: what other blocks read to choose queues behind them.
@@ -91,8 +94,8 @@ struct ReservedTile {
   }
 };
 
-// Computes the first token of each expert and the first of its tiles that are left. Of the first `num_reserved` experts,
-// the first tiles are not among these. The consumers call it.
+// Computes the first token of each expert and the first of its tiles that are left. Of the first `num_reserved`
+// experts, the first tiles are not among these. The consumers call it.
 template <int N>
 __device__ __forceinline__ void place_choices(PlacesMemory<N>& memory, const NarrowTilesArgs& args, int row_tiles,
                                               int num_reserved) {

@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
   if (warp != 0) return;
   const uint4 found = *reinterpret_cast<const uint4*>(memory.keys + kScoresEach * lane);
   const float scores[kScoresEach] = {value_of(found.x), value_of(found.y), value_of(found.z), value_of(found.w)};
-  const float share = share_of_choice(scores, memory.chosen[lane], inverse_rms, args.num_experts, args.num_chosen,
-                                      args.is_normalized);
+  const float share =
+      share_of_choice(scores, memory.chosen[lane], inverse_rms, args.num_experts, args.num_chosen, args.is_normalized);
   if (lane < args.num_chosen) args.shares[at + lane] = share;
 }
 
