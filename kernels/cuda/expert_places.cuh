@@ -19,10 +19,10 @@ constexpr int kUnitRows = 64, kGroups = 2, kUnitBytes = kGroups * kUnitRows * 12
 constexpr int kFp8Columns = 128;   // that share a scale
 constexpr int kFp8LaneScales = 2;  // each lane of a warp holds the scales of so many times 128 columns
 constexpr int kFp8MostColumns = 32 * kFp8LaneScales * kFp8Columns;
-template <int N>
+template <int N>  // in shared memory
 constexpr int kUnits = N <= 16   ? 12
                        : N <= 32 ? 10
-                                 : 8;  // in shared memory
+                                 : 8;
 template <int N>
 constexpr int kChunks = N <= 32 ? 3 : 2;  // of tokens
 // Units that are in flight at a time before the wait: what other blocks read to choose queues behind them.
