@@ -252,15 +252,28 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__
     if (expert == kMaxExperts - 1) args.first[kMaxExperts] = before + all;
   }
   __syncthreads();
-  const int first_choice = blockIdx.x * kMaxTokens * args.num_chosen;
-  for (int i = threadIdx.x; i < num_tokens * args.num_chosen; i += kThreads) {
-    const int chosen = args.experts[first_choice + i], token = i / args.num_chosen;
-    int place = -1;
-    if (chosen >= 0 && chosen < args.num_experts) {
-      place = choices.first[chosen] + rank_of(choices, chosen, token);
-      args.share_of[place] = args.shares[first_choice + i];
+  constexpr int kTogether = 8;  // loads in flight
+  const int first_choice = blockIdx.x * kMaxTokens * args.num_chosen, num_choices = num_tokens * args.num_chosen;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < num_choices; first += kTogether * kThreads) {
+    int chosen[kTogether];
+    float shares[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = first + u * kThreads, from = first_choice + (i < num_choices ? i : 0);
+      chosen[u] = args.experts[from], shares[u] = args.shares[from];
     }
-    args.places[first_choice + i] = place;
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = first + u * kThreads;
+      if (i >= num_choices) break;
+      int place = -1;
+      if (chosen[u] >= 0 && chosen[u] < args.num_experts) {
+        place = choices.first[chosen[u]] + rank_of(choices, chosen[u], i / args.num_chosen);
+        args.share_of[place] = shares[u];
+      }
+      args.places[first_choice + i] = place;
+    }
   }
 }
 

@@ -48,12 +48,9 @@ __global__ void __launch_bounds__(kFp8TileThreads, 1)
     }
     barrier_init_fence();
   }
-  if (kIsDown) {
-    let_next_kernel_start();
-  } else {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-  }
+  const bool is_early = kIsDown || args.is_placed;  // fetches weights before it waits, as it finds `first` written
+  if (!is_early) wait_for_previous_kernel();
+  if (kIsDown || !is_early) let_next_kernel_start();
   const int all_tiles = count_tiles<kFp8TileTokens>(memory, args.first, (args.rows + kRows - 1) / kRows);
   const int blocks = args.columns / kFp8Columns;
   ExpertTile at;
@@ -63,7 +60,11 @@ __global__ void __launch_bounds__(kFp8TileThreads, 1)
     if (warp != 0) return;
     int stage = 0;
     uint32_t parity = 1;
-    bool is_waiting = kIsDown;
+    bool is_waiting = is_early;
+    auto wait = [&] {
+      wait_for_previous_kernel();
+      if (!kIsDown) let_next_kernel_start();
+    };
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
       find_tile<kFp8TileTokens>(memory, tile, kRows, &at);
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kFp8TileThreads, 1)
       const int ahead = is_waiting ? min(kStages, blocks) : 0;  // stages whose weights are fetched before the wait
 #pragma unroll 1
       for (int k = 0; k < ahead; ++k) fetch_weights(k, k);
-      if (is_waiting) wait_for_previous_kernel();
+      if (is_waiting) wait();
       is_waiting = false;
 #pragma unroll 1
       for (int k = 0; k < blocks; ++k) {
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kFp8TileThreads, 1)
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
     }
-    if (is_waiting) wait_for_previous_kernel();
+    if (is_waiting) wait();
     return;
   }
 

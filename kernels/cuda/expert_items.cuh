@@ -3,9 +3,10 @@
 // Two blocks of a cluster compute two tiles of one expert at a time, an item, and fetch what both need once: each block
 // fetches a half of it, and the copy engine writes it to both. If 256 tokens of the expert are left, the tiles have the
 // same rows of weights; its last tokens, 128 and then 64 of them, are multiplied by two tiles of rows. So no block
-// waits for one with more tokens. Of what a block alone would fetch, this is 5/6, and for most tokens 2/3; without it,
-// what the L2 delivers limits the products. Pairs take items as they get ready for them, by a counter in memory: the
-// first block asks for the next item while it fetches the present one, and sends it to the other.
+// waits for one with more tokens. But an expert of 129 to 192 tokens is a pair of 128 and the others, as reading its
+// weights takes the time, also from the L2. Of what a block alone would fetch, this is 5/6, and for most tokens 2/3;
+// without it, what the L2 delivers limits the products. Pairs take items as they get ready for them, by a counter in
+// memory: the first block asks for the next item while it fetches the present one, and sends it to the other.
 //
 // An item of a block alone is a tile, and blocks take these in turn.
 #pragma once
@@ -26,6 +27,9 @@ struct ItemsMemory {
   uint64_t mailed[kMails];
 };
 
+// How many items of an expert's tokens have the same rows of weights for both blocks. `halves`: its 64 tokens.
+__device__ __forceinline__ int pairs_of(int halves) { return halves == 3 ? 1 : halves / 4; }
+
 // A block's tile of an item.
 struct ItemTile {
   int expert = 0, token, num_tokens;
@@ -43,9 +47,10 @@ __device__ __forceinline__ int count_items(ItemsMemory& memory, const int* first
     const int first = __ldcg(first_tokens + expert), num_tokens = __ldcg(first_tokens + expert + 1) - first;
     memory.first_token[expert] = first;
     if (expert == kMaxExperts - 1) memory.first_token[kMaxExperts] = first + num_tokens;
-    const int halves = (num_tokens + kHalfTokens - 1) / kHalfTokens, rest = halves % 4;
-    num_items = kBlocks == 1 ? (halves + 1) / 2 * row_tiles
-                             : halves / 4 * row_tiles + (rest / 2 + rest % 2) * ((row_tiles + 1) / 2);
+    const int halves = (num_tokens + kHalfTokens - 1) / kHalfTokens;
+    const int pairs = pairs_of(halves), rest = max(halves - 4 * pairs, 0);
+    num_items =
+        kBlocks == 1 ? (halves + 1) / 2 * row_tiles : pairs * row_tiles + (rest / 2 + rest % 2) * ((row_tiles + 1) / 2);
   }
   const int before = sum_of_lower(num_items, memory.totals);
   if (expert < kMaxExperts) memory.first_item[expert] = before;
@@ -70,7 +75,7 @@ __device__ __forceinline__ void find_item(const ItemsMemory& memory, int item, i
     found->shares_weights = found->is_void = false;
     return;
   }
-  const int rank = blockIdx.x % kPair, pairs = halves / 4, rest = halves % 4;
+  const int rank = blockIdx.x % kPair, pairs = pairs_of(halves), rest = max(halves - 4 * pairs, 0);
   found->shares_weights = index < pairs * row_tiles;
   if (found->shares_weights) {
     found->token = first + (2 * (index % pairs) + rank) * kItemTokens;

@@ -42,6 +42,7 @@ struct NarrowTilesArgs {
   int rows, columns;      // rows of the output: an expert is [2, rows, columns] or [rows, columns]
   int first_row;          // of the layer in the stack of all layers
   int stride;             // of out_scales
+  bool is_placed;         // of gate_up's wide tiles: whether `first` and `share_of` are written before it may start
   // With kPlaces:
   const int* experts;         // [T, k]: the choices
   const void* tokens;         // gate_up: the normed tokens [T, columns]: e4m3 with 8-bit weights, else bf16

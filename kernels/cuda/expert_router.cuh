@@ -300,10 +300,10 @@ struct RowInFlight {
 // Copies each token to the places of its choices.
 template <class W>
 __global__ void __launch_bounds__(kThreads) scatter_rows_kernel(const __grid_constant__ GatherRowsArgs args) {
-  let_next_kernel_start();
   const int warp = blockIdx.x * kWarps + threadIdx.x / 32, token = warp / args.token_warps;
   if (token >= args.num_tokens) return;
   wait_for_previous_kernel();
+  let_next_kernel_start();  // gate_up, which finds the experts' places written
   RowInFlight row(args, token);
   const int* places = args.places + token * args.num_chosen;
   row.template store<W>(args, token, [&](auto use) {

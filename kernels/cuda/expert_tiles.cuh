@@ -30,6 +30,7 @@ struct TilesArgs {
   int rows, columns;
   int box_tokens;    // tokens of a copy: a divisor of 64, and a multiple of 8
   int first_matrix;  // of the layer in the map of the weights: an expert is one matrix [rows, columns], or two
+  bool is_placed;    // gate_up: whether `first` and `share_of` are written before it may start
 };
 
 struct TilesMemory {
@@ -103,12 +104,9 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     barrier_init_fence();
   }
   if (kBlocks > 1) cluster_arrive();
-  if (kIsDown) {  // gate_up lets it start when `first` has been written
-    let_next_kernel_start();
-  } else {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-  }
+  const bool is_early = kIsDown || args.is_placed;  // fetches weights before it waits, as it finds `first` written
+  if (!is_early) wait_for_previous_kernel();
+  if (kIsDown || !is_early) let_next_kernel_start();
   const int row_tiles = (args.rows + kRows - 1) / kRows;
   const int all_items = count_items<kBlocks>(memory.items, args.first, row_tiles);
   const int blocks = (args.columns + kTileColumns - 1) / kTileColumns;
@@ -143,7 +141,11 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       };
       int stage = 0;
       uint32_t parity = 1;
-      bool is_waiting = kIsDown;
+      bool is_waiting = is_early;
+      auto wait = [&] {
+        wait_for_previous_kernel();
+        if (!kIsDown) let_next_kernel_start();
+      };
       auto advance = [&] {
         if (++stage == kTileStages) stage = 0, parity ^= 1;
       };
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
           memory.item[k] = item;
           fetch_weights(k, k, boxes);
         }
-        if (is_waiting) wait_for_previous_kernel();
+        if (is_waiting) wait();
         is_waiting = false;
         const int sending = min(kTileStages, blocks - 1);
 #pragma unroll 1
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
           advance();
         }
       }
-      if (is_waiting) wait_for_previous_kernel();
+      if (is_waiting) wait();
       barrier_wait(empty + 8 * stage, parity);
       memory.item[stage] = -1;
       barrier_arrive(full + 8 * stage);

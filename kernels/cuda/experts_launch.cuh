@@ -24,7 +24,7 @@ struct ExpertShapes {
 // The most tokens that an expert may have on average for narrow tiles.
 template <class W>
 constexpr int kMostNarrowTokens = W::kIsQuantised ? 48 : 8;
-constexpr int kLeastPairTokens = 96;    // of an expert on average, for tiles by pairs of blocks
+constexpr int kLeastPairTokens = 48;    // of an expert on average, for tiles by pairs of blocks
 constexpr int kLeastManyTokens = 2048;  // of a step, for which a warp takes a whole token at the order and the sums
 
 // Intermediate results, all in one buffer.
@@ -205,6 +205,7 @@ class Launcher {
     }
   }
 
+  bool is_placed() const { return shapes_.chunks() > 1; }  // by a kernel of its own, before the tokens are copied
   int mean_tokens() const { return (shapes_.choices() + shapes_.experts - 1) / shapes_.experts; }
   // Whether the kernels of a decode step find the places of the choices by themselves.
   bool has_places() const {
@@ -321,8 +322,9 @@ class Launcher {
 
   void wide_tiles(int layer, int layers, const ExpertCall<W>& call) {
     if constexpr (W::kIsQuantised) {
-      wide_tiles<false>(gate_up_args(layer, call), call.gate_up, gate_up_rows(layers), scratch_.rows,
-                        scratch_.row_scales);
+      NarrowTilesArgs gate_up = gate_up_args(layer, call);
+      gate_up.is_placed = is_placed();
+      wide_tiles<false>(gate_up, call.gate_up, gate_up_rows(layers), scratch_.rows, scratch_.row_scales);
       wide_tiles<true>(down_args(layer, call), call.down, down_rows(layers), scratch_.activated,
                        scratch_.activated_scales);
     } else {
@@ -336,6 +338,7 @@ class Launcher {
       // Small boxes where experts have few tokens: otherwise most of what is fetched is not theirs.
       args.box_tokens = shapes_.choices() < 32 * shapes_.experts ? 16 : kHalfTokens;
       args.first_matrix = layer * 2 * shapes_.experts;
+      args.is_placed = is_placed();
       const int matrices = layers * shapes_.experts;
       const bool has_pairs = mean_tokens() >= kLeastPairTokens;
       has_pairs ? tiles<false, kPair>("expert gate_up", scratch_.rows, call.gate_up, 2 * matrices, args)

@@ -27,6 +27,7 @@ class TilesArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("first", "share_of", "out", "num_taken")),
         *((name, ctypes.c_int) for name in ("rows", "columns", "box_tokens", "first_matrix")),
+        ("is_placed", ctypes.c_bool),
     ]
 
 
@@ -37,6 +38,7 @@ class NarrowTilesArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("first", "share_of", "out", "out_scales")),
         ("scales", Scales),
         *((name, ctypes.c_int) for name in ("rows", "columns", "first_row", "stride")),
+        ("is_placed", ctypes.c_bool),
         *((name, ctypes.c_void_p) for name in ("experts", "tokens", "token_scales", "places")),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "num_experts")),
     ]
@@ -79,7 +81,7 @@ def test_tiles_are_the_float64_product(
         weights_map = tensor_map(weights.data, (columns, size, matrices), 128)
         num_taken = ctypes.c_int(0)
         pointers = first.ctypes.data, shares.ctypes.data, out.ctypes.data, ctypes.addressof(num_taken)
-        args = TilesArgs(*pointers, size, columns, box_tokens, matrices // 2)
+        args = TilesArgs(*pointers, size, columns, box_tokens, matrices // 2, box_tokens == 64)
         library.tiles(is_down, blocks, clusters, *map(ctypes.byref, (weights_map, input_map, args)))
     for expert in range(num_experts):
         places = slice(first[expert], first[expert + 1])
@@ -141,7 +143,7 @@ def test_tiles_of_few_tokens_are_the_float64_product(
             TensorMap(of_tokens.ctypes.data, (stride, len(of_tokens), 1), (tile_tokens + 4, 1, 1), 4),
         )
         pointers = (array.ctypes.data for array in (first, shares, out, out_scales))
-        args = NarrowTilesArgs(*pointers, weights.scales, out.shape[1], columns, rows // 2, stride)
+        args = NarrowTilesArgs(*pointers, weights.scales, out.shape[1], columns, rows // 2, stride, is_wide)
         library.narrow_tiles(is_fp8, tile_tokens, is_down, blocks, maps, ctypes.byref(args))
         assert np.isnan(out[num_places:].astype(np.float32)).all()
         return out_scales[:, :num_places]
@@ -215,8 +217,8 @@ def test_kernels_of_a_decode_step_find_the_places_of_the_choices(
         )
         args = NarrowTilesArgs(
             None, None, out.ctypes.data, out_scales[is_down].ctypes.data, weights.scales, out.shape[1], columns,
-            rows // 2, stride, chosen.ctypes.data, tokens.ctypes.data, token_scales.ctypes.data, places.ctypes.data,
-            num_tokens, chosen.shape[1], num_experts,
+            rows // 2, stride, False, chosen.ctypes.data, tokens.ctypes.data, token_scales.ctypes.data,
+            places.ctypes.data, num_tokens, chosen.shape[1], num_experts,
         )  # fmt: skip
         library.narrow_tiles(is_fp8, tile_tokens, is_down, blocks, maps, ctypes.byref(args))
     np.testing.assert_array_equal(places.ravel()[order[:num_places]], np.arange(num_places))

@@ -51,6 +51,11 @@ CASES = (
         dtype="bfloat16",
     ),
     cases.Case(name="many", num_tokens=1000, num_experts=24, num_chosen=5, mlp=96, padding=7, dtype="bfloat16"),
+    *(
+        cases.Case(name=f"30b-a3b-{'fp8-' if is_fp8 else ''}{num_tokens}", num_tokens=num_tokens, num_experts=16,
+                   num_chosen=2, embed=2048, mlp=768, num_layers=1, dtype="bfloat16", is_fp8=is_fp8)
+        for num_tokens in (520, 1030, 1500, 2300) for is_fp8 in (False, True)
+    ),  # experts of about 65, 129, 188 and 288 tokens
     cases.Case(name="many-skewed", num_tokens=3000, num_experts=128, num_chosen=8, skew=1.0, dtype="bfloat16"),
 )  # fmt: skip
 
