@@ -40,6 +40,7 @@ class StepLimits:
       max_prefill_tokens: Prefill tokens of a step that also decodes; 0 allows whatever `max_step_tokens` leaves.
       low_load_prefill_tokens: The same while few prompt tokens wait; 0 if there is no difference.
       max_decode_steps: Decode steps of a dispatch.
+      multi_step_requests: Requests up to which a dispatch holds several decode steps; 0: any number.
     """
 
     max_running: int
@@ -47,6 +48,7 @@ class StepLimits:
     max_prefill_tokens: int
     max_decode_steps: int
     low_load_prefill_tokens: int = 0
+    multi_step_requests: int = 0
 
     def __str__(self) -> str:
         prefill: int | str = self.max_prefill_tokens or "no limit"
@@ -55,6 +57,7 @@ class StepLimits:
         return (
             f"max_running {self.max_running}, max_step_tokens {self.max_step_tokens}, max_prefill_tokens {prefill}, "
             f"max_decode_steps {self.max_decode_steps}"
+            + (f" (with {self.multi_step_requests} or fewer requests)" if self.multi_step_requests else "")
         )
 
 
@@ -90,6 +93,7 @@ def choose_limits(
         max_prefill_tokens=config.max_prefill_tokens or most,
         max_decode_steps=config.max_decode_steps or min(speed.decode_steps(), config.page_size),
         low_load_prefill_tokens=low_load if low_load < most and not config.max_prefill_tokens else 0,
+        multi_step_requests=0 if config.max_decode_steps else speed.multi_step_requests(),
     )
 
 
@@ -117,13 +121,21 @@ class _Speed:
         embedding = 0 if self.model.is_tied else self.model.vocab_size * self.model.embed_dim
         return (self.model.num_active_params - embedding) / self.num_devices
 
-    @property
-    def _weight_bytes(self) -> float:
-        """Bytes of these weights. 4-bit ones count like 8-bit ones: steps take as long (docs/log/decode.md)."""
+    def _seconds_of_weights(self, num_decodes: int) -> float:
+        """The time to read what these tokens are multiplied with, if they choose experts at random.
+
+        4-bit weights count like 8-bit ones: steps take as long (docs/log/decode.md).
+        """
         model, head = self.model, self.model.vocab_size * self.model.embed_dim / self.num_devices
         layer_bytes = self.dtype.itemsize if model.layer_quantisation is None else 1
         head_bytes = self.dtype.itemsize if model.head_quantisation is None else 1
-        return (self._num_weights - head) * layer_bytes + head * head_bytes
+        in_layers = self._num_weights - head
+        if model.experts is not None:
+            left_out = 1 - model.experts.num_chosen / model.experts.num_experts  # share of the experts, by a token
+            others = (model.num_params - model.num_active_params) / self.num_devices
+            in_layers += others * (1 - left_out ** (num_decodes - 1))
+        bandwidth = self.chip.hbm_bytes_per_second if self.chip is not None else _UNKNOWN_BYTES_PER_SECOND
+        return (in_layers * layer_bytes + head * head_bytes) / bandwidth
 
     @property
     def _has_fp8_products(self) -> bool:
@@ -149,9 +161,13 @@ class _Speed:
         return _halved(_GPU_STEP_TOKENS, _LEAST_PREFILL_TOKENS, most)
 
     def decode_steps(self) -> int:
-        bandwidth = self.chip.hbm_bytes_per_second if self.chip is not None else _UNKNOWN_BYTES_PER_SECOND
-        seconds = self._weight_bytes / bandwidth
-        return _SHORT_STEPS if seconds < _SHORT_STEP_SECONDS else 1
+        return _SHORT_STEPS if self._seconds_of_weights(1) < _SHORT_STEP_SECONDS else 1
+
+    def multi_step_requests(self) -> int:
+        if self.decode_steps() == 1 or self._seconds_of_weights(GPU_RUNNING) < _SHORT_STEP_SECONDS:
+            return 0
+        sizes = [1 << power for power in range(GPU_RUNNING.bit_length())]
+        return max(size for size in sizes if self._seconds_of_weights(size) < _SHORT_STEP_SECONDS)
 
 
 def _halved(size: int, least: int, most: float) -> int:

@@ -304,6 +304,8 @@ def _resolved(
         has_mode_programs=names.has_p2p and shapes.layout.num_shards > 1 and not config.draft_tokens,
         is_pooling=is_pooling,
     )
+    if most := chosen.multi_step_requests:
+        buckets = tuple(bucket for bucket in buckets if bucket.num_steps == 1 or bucket.num_requests <= most)
     return ResolvedServer(
         requested=requested,
         model=shapes.model,
@@ -350,6 +352,7 @@ def _limits(
         max_prefill_tokens=chosen.max_prefill_tokens,
         low_load_prefill_tokens=chosen.low_load_prefill_tokens,
         max_decode_steps=chosen.max_decode_steps,
+        multi_step_requests=chosen.multi_step_requests,
         priority_seconds=config.priority_seconds,
         has_prefix_cache=config.prefix_cache,
         draft_tokens=config.draft_tokens,

@@ -247,8 +247,9 @@ class Scheduler:
 
         Returns the number of steps, and that of each decode; (1, []) for an ordinary step.
         """
-        num_steps = self.limits.max_decode_steps
-        is_alone = not self.num_waiting and len(draft.decodes) == len(self._running)
+        num_steps, num_decodes = self.limits.max_decode_steps, len(draft.decodes)
+        is_alone = not self.num_waiting and num_decodes == len(self._running)
+        is_alone &= num_decodes <= (self.limits.multi_step_requests or num_decodes)
         if num_steps == 1 or not is_alone or any(request.needs_processors for request in draft.decodes):
             return 1, []
         lengths = [

@@ -50,6 +50,16 @@ def test_quantised_weights_count_with_their_bytes():
     assert steps == [1, 1]
 
 
+def test_dispatches_hold_several_steps_while_few_experts_are_read():
+    requests = [
+        limits("qwen3-30b-a3b", "h200", num_devices, quantize=scheme).multi_step_requests
+        for num_devices, scheme in ((1, "none"), (1, "fp8-block"), (2, "fp8-block"), (4, "fp8-block"))
+    ]
+    assert requests == [0, 1, 4, 8]
+    assert limits("qwen3-30b-a3b", "h200", quantize="fp8-block").max_decode_steps == 4
+    assert limits("qwen3-30b-a3b", "h200", max_decode_steps=4).multi_step_requests == 0  # as asked, with any number
+
+
 def test_fp8_products_prefill_more_in_the_same_time():
     assert limits("qwen3-8b", "h200", quantize="fp8-block") == chosen(256, 8192, 8192, 1, 2048)
     assert limits("qwen3-32b", "h200", quantize="fp8-block") == chosen(256, 8192, 1024, 1, 512)

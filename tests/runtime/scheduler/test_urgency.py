@@ -389,6 +389,11 @@ def test_no_window_while_somebody_waits():
     assert window_of(make_request(1, 3, 9), make_request(2, 3, 9), max_running=1) == (1, [])
 
 
+def test_no_window_for_more_requests_than_have_several_steps():
+    assert window_of(make_request(1, 3, 9), make_request(2, 3, 9), multi_step_requests=1) == (1, [])
+    assert window_of(make_request(1, 3, 9), multi_step_requests=1) == (4, [4])
+
+
 def test_no_window_without_the_pages_for_it():
     assert window_of(make_request(1, 3, 9), num_pages=3) == (4, [4])
     assert window_of(make_request(1, 3, 6), make_request(2, 3, 6), num_pages=3, max_waiting=2)[0] == 1
