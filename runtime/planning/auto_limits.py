@@ -21,7 +21,7 @@ _GPU_EXPERT_STEP_TOKENS = 16_384  # each expert gets few of them (docs/log/exper
 _SMALL_RUNNING, _SMALL_STEP_TOKENS = 64, 512
 _LEAST_PREFILL_TOKENS = 256
 _PREFILL_SECONDS = 0.11  # in a step that also decodes: how long a prompt may delay tokens (docs/decisions/038)
-_LOW_LOAD_PREFILL_SECONDS = 0.035  # the same while few prompt tokens wait (docs/decisions/071)
+_LOW_LOAD_PREFILL_SECONDS = 0.035  # the same at low load (docs/decisions/071)
 _REACHED_FLOPS = 0.62  # share of the data sheet's (bfloat16) that prefill reaches (docs/log/prefill.md)
 _REACHED_FP8_FLOPS = 1.2  # the same where dense FP8 weights are multiplied on FP8 tensor cores (docs/log/decode.md)
 _SCRATCH_SHARE = 0.02  # of the device memory, for the largest step
@@ -38,7 +38,7 @@ class StepLimits:
       max_running: Requests that run at the same time.
       max_step_tokens: Tokens of a step.
       max_prefill_tokens: Prefill tokens of a step that also decodes; 0 allows whatever `max_step_tokens` leaves.
-      low_load_prefill_tokens: The same while few prompt tokens wait; 0 if there is no difference.
+      low_load_prefill_tokens: The same at low load (`SchedulerLimits.has_few_new`); 0 if there is no difference.
       max_decode_steps: Decode steps of a dispatch.
       multi_step_requests: Requests up to which a dispatch holds several decode steps; 0: any number.
     """
@@ -53,7 +53,7 @@ class StepLimits:
     def __str__(self) -> str:
         prefill: int | str = self.max_prefill_tokens or "no limit"
         if self.low_load_prefill_tokens:
-            prefill = f"{prefill} ({self.low_load_prefill_tokens} while few prompt tokens wait)"
+            prefill = f"{prefill} ({self.low_load_prefill_tokens} at low load)"
         return (
             f"max_running {self.max_running}, max_step_tokens {self.max_step_tokens}, max_prefill_tokens {prefill}, "
             f"max_decode_steps {self.max_decode_steps}"
@@ -87,13 +87,14 @@ def choose_limits(
     most, low_load = (
         min(speed.prefill_tokens_in(seconds), step_tokens) for seconds in (_PREFILL_SECONDS, _LOW_LOAD_PREFILL_SECONDS)
     )
+    num_steps = config.max_decode_steps or min(speed.decode_steps(), config.page_size)
     return StepLimits(
         max_running=config.max_running or min(GPU_RUNNING, step_tokens),
         max_step_tokens=step_tokens,
         max_prefill_tokens=config.max_prefill_tokens or most,
-        max_decode_steps=config.max_decode_steps or min(speed.decode_steps(), config.page_size),
+        max_decode_steps=num_steps,
         low_load_prefill_tokens=low_load if low_load < most and not config.max_prefill_tokens else 0,
-        multi_step_requests=0 if config.max_decode_steps else speed.multi_step_requests(),
+        multi_step_requests=speed.multi_step_requests() if num_steps > 1 and not config.max_decode_steps else 0,
     )
 
 
@@ -164,7 +165,8 @@ class _Speed:
         return _SHORT_STEPS if self._seconds_of_weights(1) < _SHORT_STEP_SECONDS else 1
 
     def multi_step_requests(self) -> int:
-        if self.decode_steps() == 1 or self._seconds_of_weights(GPU_RUNNING) < _SHORT_STEP_SECONDS:
+        """Returns for how many requests weights are read in a short time, if they are for one; 0: for any number."""
+        if self._seconds_of_weights(GPU_RUNNING) < _SHORT_STEP_SECONDS:
             return 0
         sizes = [1 << power for power in range(GPU_RUNNING.bit_length())]
         return max(size for size in sizes if self._seconds_of_weights(size) < _SHORT_STEP_SECONDS)

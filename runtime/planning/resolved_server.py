@@ -289,10 +289,10 @@ def _resolved(
     config, is_pooling = requested, shapes.model.pooling is not None
     num_fused_tokens = max_fused_tokens(names, shapes)
     if config.draft_model:
-        chosen = dataclasses.replace(chosen, max_decode_steps=1)
+        chosen = dataclasses.replace(chosen, max_decode_steps=1, multi_step_requests=0)
     if is_pooling:  # decodes nothing
         config = dataclasses.replace(config, draft_tokens=0)
-        chosen = dataclasses.replace(chosen, max_decode_steps=1)
+        chosen = dataclasses.replace(chosen, max_decode_steps=1, multi_step_requests=0)
         num_fused_tokens = 0
     buckets = declare_buckets(
         max_step_tokens=chosen.max_step_tokens,

@@ -58,6 +58,7 @@ def test_dispatches_hold_several_steps_while_few_experts_are_read():
     assert requests == [0, 1, 4, 8]
     assert limits("qwen3-30b-a3b", "h200", quantize="fp8-block").max_decode_steps == 4
     assert limits("qwen3-30b-a3b", "h200", max_decode_steps=4).multi_step_requests == 0  # as asked, with any number
+    assert limits("qwen3-30b-a3b", "h200", quantize="fp8-block", page_size=1).multi_step_requests == 0
 
 
 def test_fp8_products_prefill_more_in_the_same_time():
