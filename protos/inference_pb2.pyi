@@ -31,6 +31,13 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_READY: _ClassVar[ServerState]
     SERVER_STATE_DRAINING: _ClassVar[ServerState]
     SERVER_STATE_FAILED: _ClassVar[ServerState]
+
+class RunningRequests(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RUNNING_REQUESTS_UNSPECIFIED: _ClassVar[RunningRequests]
+    RUNNING_REQUESTS_CONTINUE: _ClassVar[RunningRequests]
+    RUNNING_REQUESTS_FINISH: _ClassVar[RunningRequests]
+    RUNNING_REQUESTS_ABORT: _ClassVar[RunningRequests]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -47,9 +54,13 @@ SERVER_STATE_STARTING: ServerState
 SERVER_STATE_READY: ServerState
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_FAILED: ServerState
+RUNNING_REQUESTS_UNSPECIFIED: RunningRequests
+RUNNING_REQUESTS_CONTINUE: RunningRequests
+RUNNING_REQUESTS_FINISH: RunningRequests
+RUNNING_REQUESTS_ABORT: RunningRequests
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "priority", "cache_salt", "n")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "priority", "cache_salt", "n", "adapter", "adapter_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +68,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -64,7 +77,9 @@ class GenerateRequest(_message.Message):
     priority: int
     cache_salt: str
     n: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., n: _Optional[int] = ...) -> None: ...
+    adapter: str
+    adapter_digest: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("token_ids",)
@@ -148,20 +163,22 @@ class Choice(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "finish", "index", "logprobs", "prompt_logprobs")
+    __slots__ = ("text", "token_ids", "finish", "index", "logprobs", "prompt_logprobs", "adapter_digest")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish: Finish
     index: int
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    adapter_digest: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")
@@ -176,7 +193,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("request_id", "messages", "sampling", "enable_thinking", "tools", "add_generation_prompt", "continue_last_message", "priority", "cache_salt", "n")
+    __slots__ = ("request_id", "messages", "sampling", "enable_thinking", "tools", "add_generation_prompt", "continue_last_message", "priority", "cache_salt", "n", "answer", "resumed_token_ids", "adapter", "adapter_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +204,10 @@ class ChatRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParams
@@ -197,7 +218,23 @@ class ChatRequest(_message.Message):
     priority: int
     cache_salt: str
     n: int
-    def __init__(self, request_id: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., enable_thinking: _Optional[bool] = ..., tools: _Optional[_Iterable[str]] = ..., add_generation_prompt: _Optional[bool] = ..., continue_last_message: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., n: _Optional[int] = ...) -> None: ...
+    answer: AnswerOptions
+    resumed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    adapter: str
+    adapter_digest: str
+    def __init__(self, request_id: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., enable_thinking: _Optional[bool] = ..., tools: _Optional[_Iterable[str]] = ..., add_generation_prompt: _Optional[bool] = ..., continue_last_message: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., n: _Optional[int] = ..., answer: _Optional[_Union[AnswerOptions, _Mapping]] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
+
+class AnswerOptions(_message.Message):
+    __slots__ = ("thinking_token_budget", "any_tool", "tool", "parallel_tool_calls")
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    ANY_TOOL_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    thinking_token_budget: int
+    any_tool: bool
+    tool: str
+    parallel_tool_calls: bool
+    def __init__(self, thinking_token_budget: _Optional[int] = ..., any_tool: _Optional[bool] = ..., tool: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "reasoning_content", "tool_calls")
@@ -220,40 +257,84 @@ class ToolCall(_message.Message):
     def __init__(self, name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "finish", "index", "logprobs", "prompt_logprobs")
+    __slots__ = ("text", "token_ids", "finish", "index", "logprobs", "prompt_logprobs", "parts", "adapter_digest")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish: Finish
     index: int
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[AnswerPart]
+    adapter_digest: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
+
+class AnswerPart(_message.Message):
+    __slots__ = ("reasoning", "content", "call", "arguments")
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    reasoning: str
+    content: str
+    call: ToolCallStart
+    arguments: ToolCallArguments
+    def __init__(self, reasoning: _Optional[str] = ..., content: _Optional[str] = ..., call: _Optional[_Union[ToolCallStart, _Mapping]] = ..., arguments: _Optional[_Union[ToolCallArguments, _Mapping]] = ...) -> None: ...
+
+class ToolCallStart(_message.Message):
+    __slots__ = ("index", "name")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    name: str
+    def __init__(self, index: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class ToolCallArguments(_message.Message):
+    __slots__ = ("index", "text")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    text: str
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "message", "usage")
+    __slots__ = ("reason", "message", "usage", "weight_spans")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_SPANS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     message: str
     usage: Usage
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., message: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    weight_spans: _containers.RepeatedCompositeFieldContainer[WeightSpan]
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., message: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., weight_spans: _Optional[_Iterable[_Union[WeightSpan, _Mapping]]] = ...) -> None: ...
+
+class WeightSpan(_message.Message):
+    __slots__ = ("version", "num_tokens")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    num_tokens: int
+    def __init__(self, version: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
+    __slots__ = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_reasoning_tokens")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    num_reasoning_tokens: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "conversation")
@@ -284,7 +365,7 @@ class TokenizeResponse(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("request_id", "inputs", "instruction", "dimensions", "normalize", "format", "truncate", "priority", "cache_salt")
+    __slots__ = ("request_id", "inputs", "instruction", "dimensions", "normalize", "format", "truncate", "priority", "cache_salt", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +375,7 @@ class EmbedRequest(_message.Message):
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
     instruction: str
@@ -303,7 +385,8 @@ class EmbedRequest(_message.Message):
     truncate: bool
     priority: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., instruction: _Optional[str] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., format: _Optional[_Union[EmbeddingFormat, str]] = ..., truncate: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., instruction: _Optional[str] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., format: _Optional[_Union[EmbeddingFormat, str]] = ..., truncate: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class EmbedInput(_message.Message):
     __slots__ = ("text", "token_ids")
@@ -336,20 +419,22 @@ class Embedding(_message.Message):
     def __init__(self, index: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ..., data: _Optional[bytes] = ..., base64: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("request_id", "pairs", "instruction", "truncate", "priority", "cache_salt")
+    __slots__ = ("request_id", "pairs", "instruction", "truncate", "priority", "cache_salt", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     pairs: _containers.RepeatedCompositeFieldContainer[ScorePair]
     instruction: str
     truncate: bool
     priority: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[ScorePair, _Mapping]]] = ..., instruction: _Optional[str] = ..., truncate: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[ScorePair, _Mapping]]] = ..., instruction: _Optional[str] = ..., truncate: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ScorePair(_message.Message):
     __slots__ = ("query", "document")
@@ -378,7 +463,7 @@ class RelevanceScore(_message.Message):
     def __init__(self, index: _Optional[int] = ..., score: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RerankRequest(_message.Message):
-    __slots__ = ("request_id", "query", "documents", "top_n", "instruction", "truncate", "priority", "cache_salt")
+    __slots__ = ("request_id", "query", "documents", "top_n", "instruction", "truncate", "priority", "cache_salt", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +472,7 @@ class RerankRequest(_message.Message):
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     query: str
     documents: _containers.RepeatedScalarFieldContainer[str]
@@ -395,7 +481,8 @@ class RerankRequest(_message.Message):
     truncate: bool
     priority: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., top_n: _Optional[int] = ..., instruction: _Optional[str] = ..., truncate: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., top_n: _Optional[int] = ..., instruction: _Optional[str] = ..., truncate: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class RerankResponse(_message.Message):
     __slots__ = ("results",)
@@ -432,7 +519,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context_tokens", "eos_token_ids", "tp_size", "dtype", "page_size_tokens", "num_parameters", "num_devices", "device_kind", "server_version", "default_sampling", "quantization", "kv_cache_dtype", "supports_chat", "supports_resume", "supports_logprobs", "supports_structured_output", "supports_penalties", "supports_text", "task", "embedding_dimensions", "draft_tokens", "draft_model")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context_tokens", "eos_token_ids", "tp_size", "dtype", "page_size_tokens", "num_parameters", "num_devices", "device_kind", "server_version", "default_sampling", "quantization", "kv_cache_dtype", "supports_chat", "supports_resume", "supports_logprobs", "supports_structured_output", "supports_penalties", "supports_text", "task", "embedding_dimensions", "draft_tokens", "draft_model", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +545,7 @@ class GetModelInfoResponse(_message.Message):
     EMBEDDING_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -483,7 +571,28 @@ class GetModelInfoResponse(_message.Message):
     embedding_dimensions: int
     draft_tokens: int
     draft_model: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tp_size: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size_tokens: _Optional[int] = ..., num_parameters: _Optional[int] = ..., num_devices: _Optional[int] = ..., device_kind: _Optional[str] = ..., server_version: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., quantization: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., supports_chat: _Optional[bool] = ..., supports_resume: _Optional[bool] = ..., supports_logprobs: _Optional[bool] = ..., supports_structured_output: _Optional[bool] = ..., supports_penalties: _Optional[bool] = ..., supports_text: _Optional[bool] = ..., task: _Optional[str] = ..., embedding_dimensions: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_model: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tp_size: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size_tokens: _Optional[int] = ..., num_parameters: _Optional[int] = ..., num_devices: _Optional[int] = ..., device_kind: _Optional[str] = ..., server_version: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., quantization: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., supports_chat: _Optional[bool] = ..., supports_resume: _Optional[bool] = ..., supports_logprobs: _Optional[bool] = ..., supports_structured_output: _Optional[bool] = ..., supports_penalties: _Optional[bool] = ..., supports_text: _Optional[bool] = ..., task: _Optional[str] = ..., embedding_dimensions: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_model: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "parent", "digest", "rank", "targets", "path", "num_bytes", "is_on_device")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    parent: str
+    digest: str
+    rank: int
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    path: str
+    num_bytes: int
+    is_on_device: bool
+    def __init__(self, name: _Optional[str] = ..., parent: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., is_on_device: _Optional[bool] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -566,3 +675,115 @@ class StopProfileResponse(_message.Message):
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     directory: str
     def __init__(self, directory: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path", "replaces")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    replaces: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., replaces: _Optional[bool] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("directory", "version", "running")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    version: str
+    running: RunningRequests
+    def __init__(self, directory: _Optional[str] = ..., version: _Optional[str] = ..., running: _Optional[_Union[RunningRequests, str]] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("version", "num_bytes", "seconds", "paused_seconds")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    num_bytes: int
+    seconds: float
+    paused_seconds: float
+    def __init__(self, version: _Optional[str] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., paused_seconds: _Optional[float] = ...) -> None: ...
+
+class GetWeightVersionRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetWeightVersionResponse(_message.Message):
+    __slots__ = ("version", "is_paused", "is_asleep")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    IS_ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    is_paused: bool
+    is_asleep: bool
+    def __init__(self, version: _Optional[str] = ..., is_paused: _Optional[bool] = ..., is_asleep: _Optional[bool] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("running",)
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    running: RunningRequests
+    def __init__(self, running: _Optional[_Union[RunningRequests, str]] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ContinueRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ContinueResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("drop_weights",)
+    DROP_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    drop_weights: bool
+    def __init__(self, drop_weights: _Optional[bool] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ("num_freed_bytes",)
+    NUM_FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_freed_bytes: int
+    def __init__(self, num_freed_bytes: _Optional[int] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ("has_continued",)
+    HAS_CONTINUED_FIELD_NUMBER: _ClassVar[int]
+    has_continued: bool
+    def __init__(self, has_continued: _Optional[bool] = ...) -> None: ...

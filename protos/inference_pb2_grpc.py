@@ -157,7 +157,7 @@ class InferenceServiceServicer:
 
     def GetModelInfo(self, request, context):
         """Describes the served model. The response is constant while the server runs, except for the TP size and the number
-        of devices, which SIGHUP can change.
+        of devices, which SIGHUP can change, and the adapters, which LoadAdapter and UnloadAdapter change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -575,6 +575,51 @@ class AdminServiceStub:
                 request_serializer=meshserve_dot_protos_dot_inference__pb2.StopProfileRequest.SerializeToString,
                 response_deserializer=meshserve_dot_protos_dot_inference__pb2.StopProfileResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/meshserve.v1.AdminService/LoadAdapter',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/meshserve.v1.AdminService/UnloadAdapter',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/meshserve.v1.AdminService/ListAdapters',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/meshserve.v1.AdminService/UpdateWeights',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.GetWeightVersion = channel.unary_unary(
+                '/meshserve.v1.AdminService/GetWeightVersion',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.GetWeightVersionRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.GetWeightVersionResponse.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/meshserve.v1.AdminService/Pause',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.PauseRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Continue = channel.unary_unary(
+                '/meshserve.v1.AdminService/Continue',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.ContinueRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.ContinueResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/meshserve.v1.AdminService/Sleep',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.SleepRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/meshserve.v1.AdminService/Wake',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.WakeRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -610,6 +655,79 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads an adapter (LoRA) from a directory of the server's disk, below one of its --adapter-root directories. Returns
+        once requests may name it. Ends with
+        INVALID_ARGUMENT     the name or the path is not allowed, or the adapter does not fit the served model
+        ALREADY_EXISTS       the name is taken, and `replaces` is not set
+        FAILED_PRECONDITION  the server serves no adapters, or was started without --adapter-root
+        RESOURCE_EXHAUSTED   there is no room for another adapter
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter. New requests that name it get NOT_FOUND; those that are running finish with it. Ends with
+        NOT_FOUND if there is no such adapter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the loaded adapters, with what only operators may know of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Replaces the model's weights by those of a directory on the server's disk, between two steps. If the call fails, the
+        old weights go on serving. Fails with FAILED_PRECONDITION if the server was started without --weights-below, has a
+        draft model, consists of several processes, or sleeps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetWeightVersion(self, request, context):
+        """Returns the version of the weights that compute the next tokens, and whether they do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Stops computing after the step in flight. Requests are accepted, and wait. Returns when no step is in flight.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Continue(self, request, context):
+        """Ends what Pause began. Without effect on a server that is not paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Pauses, and frees the devices' memory of the KV cache and the weights. Compiled programs stay. Fails as UpdateWeights
+        does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Takes the memory back, and continues, unless the weights were dropped: then UpdateWeights and Continue must follow.
+        Without effect on a server that does not sleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -632,6 +750,51 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.StopProfile,
                     request_deserializer=meshserve_dot_protos_dot_inference__pb2.StopProfileRequest.FromString,
                     response_serializer=meshserve_dot_protos_dot_inference__pb2.StopProfileResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'GetWeightVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeightVersion,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.GetWeightVersionRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.GetWeightVersionResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.PauseRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.PauseResponse.SerializeToString,
+            ),
+            'Continue': grpc.unary_unary_rpc_method_handler(
+                    servicer.Continue,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.ContinueRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.ContinueResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.SleepRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.WakeRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -743,6 +906,249 @@ class AdminService:
             '/meshserve.v1.AdminService/StopProfile',
             meshserve_dot_protos_dot_inference__pb2.StopProfileRequest.SerializeToString,
             meshserve_dot_protos_dot_inference__pb2.StopProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/LoadAdapter',
+            meshserve_dot_protos_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/UnloadAdapter',
+            meshserve_dot_protos_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/ListAdapters',
+            meshserve_dot_protos_dot_inference__pb2.ListAdaptersRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/UpdateWeights',
+            meshserve_dot_protos_dot_inference__pb2.UpdateWeightsRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeightVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/GetWeightVersion',
+            meshserve_dot_protos_dot_inference__pb2.GetWeightVersionRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.GetWeightVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/Pause',
+            meshserve_dot_protos_dot_inference__pb2.PauseRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Continue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/Continue',
+            meshserve_dot_protos_dot_inference__pb2.ContinueRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.ContinueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/Sleep',
+            meshserve_dot_protos_dot_inference__pb2.SleepRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/Wake',
+            meshserve_dot_protos_dot_inference__pb2.WakeRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,7 +15,7 @@ P2PAllReduce = Callable[[jax.Array], jax.Array]
 Exchange = Callable[[jax.Array], jax.Array]
 
 # The largest array that the P2P all-reduce sums faster than XLA's all-reduce, by number of devices, as measured on
-# H200s (docs/log). On four devices, larger ones were not measured.
+# H200s (docs/log/first_days.md). On four devices, larger ones were not measured.
 _P2P_MAX_BYTES = {2: 64 << 20, 4: 8 << 20}
 
 

@@ -39,7 +39,7 @@ class ExpertLayout:
     """Which experts each shard holds. Blocks are padded to equal sizes; padding is never chosen or adds zero."""
 
     num_shards: int
-    num_experts: int  # of the model
+    num_experts: int  # in the model
     mlp_dim: int  # intermediate size of an expert of the model
     is_by_expert: bool
     mlp_unit: int = 1  # rows that are never split, such as those that share a scale

@@ -1,10 +1,10 @@
 """Maps a model's dimensions to the shards of a mesh: groups of heads, and padding to whole shards.
 
-Any tensor-parallel size that divides the number of query heads works. A shard holds whole *groups*: some query heads
-and the one KV head that they read. With at most as many shards as KV heads, a group is one KV head of the model with
-all its query heads. With more shards, each KV head is repeated in neighboring groups (0, 0, 1, 1, never 0, 1, 0, 1),
-each with a part of its query heads, so that every shard still computes on its own block alone. Neighboring shards that
-repeat one KV head may also divide its pages among them (`cp`): each then stores 1 / cp of a page's tokens.
+Any tensor-parallel size that divides the number of query heads is supported. A shard holds whole *groups*: some query
+heads and the one KV head that they read. With at most as many shards as KV heads, a group is one KV head of the model
+with all its query heads. With more shards, each KV head is repeated in neighboring groups (0, 0, 1, 1, never 0, 1, 0,
+1), each with a part of its query heads, so that every shard still computes on its own block alone. Neighboring shards
+that repeat one KV head may also divide its pages among them (`cp`): each then stores 1 / cp of a page's tokens.
 
 This module alone describes the fused projections: `ShardLayout.qkv_rows` for queries, keys and values, `GATE` and `UP`
 for the MLP. The model declares its arrays in this layout, checkpoints and resharding move rows according to it, and the
@@ -57,7 +57,7 @@ class ShardLayout:
     repeats: int  # number of groups that hold the same KV head of the model
     vocab_size: int  # padded
     mlp_dim: int  # padded
-    experts: ExpertLayout | None = None  # of a mixture-of-experts model
+    experts: ExpertLayout | None = None  # for a mixture-of-experts model
     cp: int = 1  # neighboring shards that divide the pages of the KV head that they repeat
 
     @property
@@ -69,7 +69,7 @@ class ShardLayout:
         """Returns this layout with each page divided among `cp` shards.
 
         Raises:
-          ValueError: So many shards do not repeat a KV head.
+          ValueError: A KV head is not repeated on a multiple of `cp` shards.
         """
         if self.max_cp % cp:
             allowed = ", ".join(str(size) for size in range(1, self.max_cp + 1) if self.max_cp % size == 0)
@@ -108,7 +108,7 @@ def moved_qkv_rows(old: ShardLayout, new: ShardLayout, head_dim: int) -> list[Mo
     held = list(old.qkv_rows(head_dim))
     for rows in new.qkv_rows(head_dim):
         start, end = rows.model_row, rows.model_row + rows.num_rows
-        for source in held:  # in the order of the model's rows: of repeated KV heads, the first is used
+        for source in held:  # in the order of the model's rows; the first of repeated KV heads is used
             last = min(end, source.model_row + source.num_rows)
             if source.projection != rows.projection or source.model_row > start or last <= start:
                 continue

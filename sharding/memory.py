@@ -84,7 +84,7 @@ def check_weights_fit(
 
     Args:
       mesh: the mesh that will hold the weights.
-      fraction: of each device's memory that may be used.
+      fraction: the share of each device's memory that may be used.
       weight_bytes: bytes of the weights on each device.
       page_bytes: bytes of one page of the KV cache on each device.
       held_bytes: bytes on each device that are in use now but will be freed before the weights are loaded.

@@ -9,14 +9,16 @@ import pytest
 from meshserve.runtime.server.tls import TlsFiles
 
 
-def certificate(folder: Path, name: str, authority: str | None = None, address: str = "127.0.0.1") -> TlsFiles:
+def certificate(
+    folder: Path, name: str, authority: str | None = None, address: str = "127.0.0.1", days: int = 1
+) -> TlsFiles:
     """Creates a certificate for an address, self-signed or signed by an authority created before."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed")
     key, cert = folder / f"{name}.key", folder / f"{name}.pem"
     command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "1", "-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}"]
+    command += ["-days", str(days), "-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}"]
     if authority is not None:
         command += ["-CA", str(folder / f"{authority}.pem"), "-CAkey", str(folder / f"{authority}.key")]
         command += ["-addext", "basicConstraints=critical,CA:FALSE"]

@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.numpy import save_file as save_numpy_file
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -18,9 +19,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from meshserve.deploy import demo
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
 
-DEMO = Path(demo.__file__).with_name("model")
+DEMO = DEMO_DIRECTORY
 
 # Tiny but not trivial: 8 query heads allow TP sizes 1, 2, 4 and 8.
 TINY = {
@@ -71,6 +72,11 @@ def edit_config(directory: Path, **changes: Any) -> None:
     raw = json.loads(path.read_text())
     raw.update(changes)
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def replace_tensors(directory: Path, tensors: Mapping[str, Any]) -> None:
+    """Replaces the weights of a model by these arrays of numpy."""
+    save_numpy_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def add_head(directory: Path, *, is_changed: bool) -> None:
@@ -128,6 +134,15 @@ def hidden_states(directory: Path, prompt: Sequence[int]) -> tuple[list[torch.Te
     with torch.no_grad():
         logits = model(torch.tensor([list(prompt)])).logits[0]
     return outputs, logits
+
+
+def log_likelihood(directory: Path, context: Sequence[int], tokens: Sequence[int]) -> float:
+    """Returns the log-probability that transformers gives to `tokens` after `context`, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*context, *tokens]])).logits[0, len(context) - 1 : -1]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return float(logprobs.gather(1, torch.tensor([list(tokens)]).T).sum())
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -14,10 +14,10 @@ import jax
 import pytest
 
 from meshserve.runtime.api.sampling_params import SamplingMode
-from meshserve.runtime.compilation.compile_cache import use_cache
-from meshserve.runtime.planning import resolved_server
-from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import ANY_MODE, Bucket
+from meshserve.runtime.program.compile_cache import use_cache
+from meshserve.runtime.resolve import resolved_server
+from meshserve.runtime.resolve.buckets import declare_buckets
 from meshserve.sharding.mesh import use_cpu_devices
 
 from .compiled_programs import compiled_programs
@@ -34,7 +34,7 @@ _WAIT_LONG = "--xla_cpu_collective_call_terminate_timeout_seconds=1200 --xla_cpu
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Many tests compile the same programs, in several processes and runs. Pytest's workers inherit these variables, and so
 # do the servers that tests start, which use JAX's own cache with `--cache-dir=`. JAX's key has the program, the flags
-# and the versions, and what it finds half written it compiles anew.
+# and the versions, and half-written entries are compiled again.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', _COMPILE_FAST)} {_WAIT_LONG}"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled_programs() / "xla")
@@ -65,8 +65,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, default=8192, help="draws per case of sampling (make sample: 100,000)")
     parser.addoption("--tutorial", action="store_true", help="run the commands of the tutorial (make docs)")
     parser.addoption("--packages", action="store_true", help="build and install the packages (make test-package)")
+    parser.addoption("--compile-cuda", action="store_true", help="compile the CUDA sources (make check)")
+    parser.addoption("--clients", action="store_true", help="run clients in other languages (make test-clients)")
     parser.addoption("--fleet", action="store_true", help="run fleets of real replicas (make test-fleet)")
     parser.addoption("--routers", default="", help="Python of an environment with other routers (make test-fleet)")
+    parser.addoption(
+        "--client-python", default="", help="Python of an environment with clients (make test-clients-openai)"
+    )
+    parser.addoption("--client-node", default="", help="folder with clients for Node (make test-clients-openai)")
     parser.addoption(
         "--every-case",
         action="store_true",
@@ -126,7 +132,8 @@ def every_program(pytestconfig: pytest.Config) -> bool:
 @pytest.fixture(scope="module")
 def optimised() -> Iterator[None]:
     """Compiles the programs of a module's servers with optimisation, for those that compute longer than this takes."""
-    from meshserve.runtime.program import processor_programs, step
+    from meshserve.runtime.program import step
+    from meshserve.runtime.program.processors import processor_programs
     from meshserve.sharding import chips
 
     def compiler_options(*args: Any, **keywords: Any) -> dict[str, Any]:
@@ -137,6 +144,14 @@ def optimised() -> Iterator[None]:
             patch.setattr(step, "compiler_options", compiler_options)
             patch.setattr(processor_programs, "compiler_options", compiler_options)
         yield
+
+
+@pytest.fixture(scope="session")
+def second_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny random model with the tokenizer and template of published ones; see `second_model.py`."""
+    from .second_model import save_second_model  # imports torch
+
+    return save_second_model(tmp_path_factory.mktemp("second") / "second-model")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import re
+import socket
 from pathlib import Path
 
 _LISTENING = "0A"
@@ -22,6 +23,13 @@ def listening_addresses(pid: int) -> dict[int, str]:
     ]
     local = [row[1].split(":") for row in rows if row[3] == _LISTENING and row[9] in sockets]
     return {int(port, 16): _address(address) for address, port in local}
+
+
+def free_port() -> int:
+    """Returns a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _address(text: str) -> str:

@@ -17,29 +17,31 @@ SERVE = [
 
 @dataclasses.dataclass
 class Server:
-    """A server with the gateway as its child."""
+    """A server and the addresses of its ports."""
 
     process: subprocess.Popen[str]
     url: str  # of OpenAI's API
-    target: str  # the server port behind the gateway
+    target: str  # of gRPC
     log: Path
+    probes: str = ""  # URL of the port for probes and metrics, if it is open
 
 
 @contextlib.contextmanager
 def serving(log: Path, *flags: str) -> Iterator[Server]:
-    """Runs a server until the block ends."""
+    """Runs a server until the block ends. Later flags override earlier ones."""
     with log.open("w") as log_file:
         process = subprocess.Popen([*SERVE, *flags], stdout=subprocess.PIPE, stderr=log_file, text=True)
         try:
             assert process.stdout is not None
             said = {}
             for line in process.stdout:
-                if found := re.search(r"answers (gateways|OpenAI's API) on (\S+)", line):
+                if found := re.search(r"(listens|answers OpenAI's API|answers probes) on (\S+)", line):
                     said[found[1]] = found[2]
-                if len(said) == 2:
+                if line.startswith("meshserve is ready"):
                     break
-            assert len(said) == 2, log.read_text()[-3000:]
-            yield Server(process, said["OpenAI's API"], said["gateways"], log)
+            assert len(said) >= 2, log.read_text()[-3000:]
+            probes = said.get("answers probes", "")
+            yield Server(process, said["answers OpenAI's API"], said["listens"], log, probes)
         finally:
             process.kill()
             process.wait()

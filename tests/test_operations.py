@@ -88,6 +88,8 @@ BODIES = {
     "Abort": {"requestIds": ["none"]},
     "Drain": {"graceSeconds": -1},  # refused, because the server is still needed
 }
+# Methods that are refused without an option, and the option.
+NEEDS = {"LoadAdapter": "--adapter-root", "UnloadAdapter": "--adapter-root", "UpdateWeights": "--weights-below"}
 
 
 def test_buf_curl_calls_every_method(server):
@@ -104,6 +106,8 @@ def test_buf_curl_calls_every_method(server):
                 assert "invalid_argument" in done.stderr and "grace_seconds" in done.stderr
             elif method.name in ("Embed", "Score", "Rerank"):
                 assert "unimplemented" in done.stderr and "--task" in done.stderr, "the demo model generates"
+            elif method.name in NEEDS:
+                assert "failed_precondition" in done.stderr and NEEDS[method.name] in done.stderr
             else:
                 assert done.returncode == 0, (method.name, done.stderr)
     assert list(server.profiles.rglob("*.xplane.pb")), "StartProfile and StopProfile left a profile"

@@ -75,16 +75,36 @@ def test_the_source_distribution_is_the_whole_repository(packages: Packages):
 def test_the_wheel_has_every_module_and_the_licences(packages: Packages):
     with zipfile.ZipFile(packages.wheel) as archive:
         held = set(archive.namelist())
-    modules = [name for name in packages.tracked if name.split("/")[0] in LINKS and name.endswith((".py", ".cu"))]
+    suffixes = (".py", ".cu", ".cuh", ".html", ".css", ".js", ".svg")
+    modules = [name for name in packages.tracked if name.split("/")[0] in LINKS and name.endswith(suffixes)]
     assert len(modules) > 200 and not {f"meshserve/{name}" for name in modules} - held
-    assert {"meshserve/__init__.py", "meshserve/py.typed", "meshserve/deploy/demo/model/model.safetensors"} <= held
+    weights = "meshserve/runtime/weights/embedded/demo/model.safetensors"
+    assert {"meshserve/__init__.py", "meshserve/py.typed", weights} <= held
     licences = {name.rpartition("/")[2] for name in held if ".dist-info/licenses/" in name}
     assert licences == {"LICENSE", "NOTICE"}
     assert not [name for name in held if name.split("/")[0] not in ("meshserve",) and ".dist-info/" not in name]
 
 
+COMPILE = """
+import sys
+sys.path.insert(0, "wheel")
+from pathlib import Path
+from meshserve.kernels.cuda import build
+print(build.__file__, build.build(Path("built")))
+"""
+
+
+def test_the_cuda_sources_of_the_wheel_compile(packages: Packages, tmp_path: Path):
+    """With the compiler of the test extra; no GPU is needed."""
+    with zipfile.ZipFile(packages.wheel) as archive:
+        archive.extractall(tmp_path / "wheel")
+    source, library = run([sys.executable, "-c", COMPILE], tmp_path).split()
+    assert source.startswith("wheel") or Path(source).is_relative_to(tmp_path)
+    assert (tmp_path / library).stat().st_size > 1 << 20
+
+
 def interpreter(version: str) -> Path | None:
-    """Returns a Python of this version: of pyenv, or of the PATH."""
+    """Returns a Python of this version, from pyenv or the PATH."""
     found = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
     named = shutil.which(f"python{version}")
     candidates = [*found, *([Path(named)] if named else [])]

@@ -18,7 +18,7 @@ from .job import Job, Report, read_report, write_job
 NOT_INSTALLED = "not installed"
 _SAMPLE_SECONDS = 0.5
 _EXCERPT_CHARACTERS = 4000
-_OURS = ("ours", "ours_served")
+_OURS = ("ours", "ours_served", "ours_http")
 
 
 def model_config_json(model: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def run_module(
         process = subprocess.Popen(
             [interpreter, "-m", f"meshserve.benchmarks.baselines.{module}", *arguments],
             env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=pass_fds,
-            start_new_session=True,  # with the servers that it starts, which `_kill` ends, too
+            start_new_session=True,  # with the servers that it starts, which `_kill` also ends
         )  # fmt: skip
         peak_bytes = _wait(process, timeout, watch)
         log.seek(0)
@@ -159,7 +159,7 @@ def _watched_memory() -> Iterator[_GpuMemory]:
 
 
 def _wait(process: subprocess.Popen, timeout: float, watch: _GpuMemory) -> int:
-    """Waits for the process to end and returns its peak memory: of the GPUs, or of the process if there is no GPU."""
+    """Waits for the process to end and returns the peak memory of the GPUs, or of the process if there is no GPU."""
     timer = threading.Timer(timeout, _kill, [process])
     timer.start()
     try:

@@ -6,7 +6,7 @@ import jax
 
 from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for
 from meshserve.benchmarks.lib.token_times import RunTimes
-from meshserve.runtime.api.quantisation import NOT_QUANTIZED
+from meshserve.runtime.model_files.quantization import NOT_QUANTIZED
 from meshserve.runtime.startup.launch import open_model
 
 from .job import Batch, Job, Started, serve_job
@@ -15,9 +15,9 @@ from .job import Batch, Job, Started, serve_job
 def start(job: Job) -> Started:
     quantize = str(job.settings.get("quantize", NOT_QUANTIZED))
     fp8_head = bool(job.settings.get("fp8_head", False))
-    model, make_params = open_model(job.model_dir, random_weights=True, quantize=quantize, fp8_head=fp8_head)
+    model, make_params = open_model(job.model, random_weights=True, quantize=quantize, fp8_head=fp8_head)
     config = config_for(
-        [batch.works for batch in job.batches], {"model": job.model_dir, "dtype": job.dtype, **job.settings}
+        [batch.works for batch in job.batches], {"model": job.model, "dtype": job.dtype, **job.settings}
     )
     engine = OfflineEngine(config, model, make_params)
     engine.engine.start()

@@ -20,7 +20,7 @@ def start(job: Job) -> Started:
     server = ServerProcess(settings)
     atexit.register(server.stop)
     loop = asyncio.new_event_loop()
-    client, kv_tokens = loop.run_until_complete(_connect(server))
+    client, kv_tokens = loop.run_until_complete(connected(server))
 
     async def stream(work: Work, temperature: float) -> AsyncIterator[int]:
         chunks = client.generate(  # top_p as the other engines have it, not as the model's generation config says
@@ -32,7 +32,7 @@ def start(job: Job) -> Started:
     return streaming(f"jax {jax.__version__}", loop, stream, kv_tokens)
 
 
-async def _connect(server: ServerProcess) -> tuple[AsyncClient, int]:
+async def connected(server: ServerProcess) -> tuple[AsyncClient, int]:
     """Waits until the server is ready; returns a client, and the tokens that fit in the server's KV cache."""
     client = await server.connect()
     page_size_tokens = (await client.model_info()).page_size_tokens

@@ -81,7 +81,7 @@ def _serve(engine: Any, turns: Sequence[Turn], params: object, at_a_time: int) -
     """
     sent: list[float] = []
     first: dict[int, float] = {}
-    cached: dict[int, int] = {}  # of the turns that have ended
+    cached: dict[int, int] = {}  # cached tokens of the turns that have ended
     while len(cached) < len(turns):
         while len(sent) < len(turns) and (len(sent) < at_a_time or len(sent) - at_a_time in cached):
             engine.add_request(str(len(sent)), {"prompt_token_ids": turns[len(sent)].prompt_token_ids}, params)

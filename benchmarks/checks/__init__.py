@@ -1,1 +1,1 @@
-"""Long-running checks: compiled programs, plans, clusters and soak runs."""
+"""Does it stay right: over hours, under faults, on compilers of chips that are not here, and as planned?"""

@@ -11,7 +11,7 @@ the programs must be the one that `meshserve plan` predicts. Needs jax's CUDA bu
 import sys
 from collections.abc import Iterator, Sequence
 
-from meshserve.runtime.planning.memory_plan import Planner
+from meshserve.runtime.plan.memory_plan import Planner
 
 from . import check_programs
 

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.aot import KnownKey, ProgramReport
-from meshserve.runtime.planning.memory_plan import Planner
-from meshserve.runtime.planning.report import Asked, compile_with_table, plan_json, plan_table, planner_of
+from meshserve.runtime.plan.aot import KnownKey, ProgramReport
+from meshserve.runtime.plan.memory_plan import Planner
+from meshserve.runtime.plan.report import PlanRequest, compile_with_table, plan_json, plan_table, planner_of
 
 
 def planner(model: str, target: str, **options: Any) -> Planner:
     """Plans a server of a published model size on a whole target."""
-    return planner_of(Asked(config=ServeConfig(model=model, **options), target=target))
+    return planner_of(PlanRequest(config=ServeConfig(model=model, **options), target=target))
 
 
 def parser(description: str, *, models: Sequence[str], targets: Sequence[str]) -> argparse.ArgumentParser:
@@ -26,7 +26,11 @@ def parser(description: str, *, models: Sequence[str], targets: Sequence[str]) -
         "--tokens", nargs="*", type=int, default=(), help="token counts of the steps to compile (default: all)"
     )
     found.add_argument(
-        "--layers", type=int, default=0, help="compile only this many layers of each model, to save time (default: all)"
+        "--layers",
+        type=int,
+        default=0,
+        help="compile only this many layers of each model, to save time, and leave out the expectations that need all "
+        "layers (default: all)",
     )
     found.add_argument("--json", help="file to append one line per planned server to")
     return found
@@ -38,12 +42,13 @@ def check(planned: Iterable[Planner], options: argparse.Namespace) -> list[str]:
     faults: list[str] = []
     known: dict[KnownKey, ProgramReport] = {}
     for plan in planned:
-        if options.layers:
+        has_all_layers = options.layers in (0, plan.server.model.num_layers)
+        if not has_all_layers:
             plan = plan.replan(model=dataclasses.replace(plan.server.model, num_layers=options.layers))
         if options.tokens:
             plan = with_steps(plan, options.tokens)
         print("\n" + plan_table(plan.plan()), flush=True)
-        compiled = compile_with_table(plan, known)
+        compiled = compile_with_table(plan, known, has_all_layers=has_all_layers)
         faults += [f"{plan.name} on {plan.target.name}: {fault}" for fault in compiled.faults]
         if options.json:
             with open(options.json, "a", encoding="utf-8") as file:

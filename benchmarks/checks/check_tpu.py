@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from meshserve.kernels.paged_attention import tpu, tpu_write
-from meshserve.runtime.model.qwen3 import Kernels
-from meshserve.runtime.planning.aot import DryServer, OutOfMemoryError
-from meshserve.runtime.planning.memory_plan import Planner
+from meshserve.runtime.backend.kernels import Kernels
+from meshserve.runtime.plan.aot import DryServer, OutOfMemoryError
+from meshserve.runtime.plan.memory_plan import Planner
 from meshserve.runtime.program.step import CacheShape
 
 from . import check_programs
@@ -37,7 +37,7 @@ def planner(model: str, slice_name: str, **options: Any) -> Planner:
 
 
 def planned(models: Sequence[str], slice_name: str, *, is_default: bool) -> Iterator[Planner]:
-    """Plans the models on a slice, those with experts in both splits, unless they are quantised."""
+    """Plans the models on a slice, those with experts in both splits, unless they are quantized."""
     for model in models:
         if is_default and slice_name not in _TARGETS_OF.get(model, (slice_name,)):
             continue

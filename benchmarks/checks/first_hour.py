@@ -3,8 +3,8 @@
     make first-hour
 
 Copies the repository's files to an empty folder with an empty home, so that pip, JAX and meshserve have no caches, and
-runs the commands there in the order of the page: servers in a terminal of their own, the chat and the dashboard in
-pseudoterminals in which somebody types. Fails if a block fails, or if text takes longer to appear than it should.
+runs the commands there in the order of the page: servers in a separate terminal, the chat and the dashboard in
+pseudoterminals with simulated typing. Fails if a block fails, or if text takes longer to appear than it should.
 Commands that cannot run everywhere are named, with the reason.
 """
 
@@ -28,7 +28,7 @@ from meshserve.benchmarks.lib.terminal import Terminal, terminal
 
 PAGES = ("README.md", "docs/tutorial.md")
 TEXT_SECONDS, OPENAI_SECONDS = 90.0, 120.0  # from `pip install` to streamed text, and to an answer of OpenAI's API
-_LIMIT_SECONDS = 600.0  # of one command
+_LIMIT_SECONDS = 600.0  # per command
 _LEFT_OUT = {
     r"make test\b": "takes 15 minutes; CI runs it",
     r"\[(cuda|tpu)": "needs an accelerator",
@@ -67,7 +67,7 @@ def blocks(text: str) -> list[Block]:
 
 @dataclass
 class Visitor:
-    """Somebody who pastes a page.
+    """A user that pastes the commands of a page.
 
     Attributes:
       folder: The copy of the repository.
@@ -127,7 +127,7 @@ class Visitor:
             name = command.split()[1]
             return {"serve": self._serve, "chat": self._chat, "top": self._top}[name](command)
         if self.server is not None and self.server.poll() is None and re.search(r"LLM|meshserve generate", command):
-            self.stop()  # what works without a server comes after it, and needs its memory and processors
+            self.stop()  # later blocks need no server, but its memory and processors
         is_openai = _OPENAI.search(command) is not None
         process = self._start([sys.executable, "-c", command] if language == "python" else ["bash", "-ec", command])
         assert process.stdout is not None

@@ -3,8 +3,8 @@
     meshserve bench live_tp --model qwen3-8b --tp 1 2 1
     meshserve bench live_tp --model qwen3-0.6b --dtype float32 --tp 1 4 2
 
-The server starts with random weights and the first TP size. Streams of greedy tokens run through gRPC, each with a
-prompt of its own, and begin anew as they end. First each runs once without a change. Then the config file is rewritten
+The server starts with random weights and the first TP size. Streams of greedy tokens run through gRPC, each with its
+own prompt, and begin again as they end. First each runs once without a change. Then the config file is rewritten
 and the server told to read it again, for each further TP size, while the streams run on. Exits with 1 if a stream ended
 early, or, in float32, with other tokens than without a change.
 """
@@ -28,7 +28,7 @@ from meshserve.runtime.api.errors import MeshserveError
 from meshserve.runtime.client.client import AsyncClient
 
 _POLL_SECONDS = 0.1
-_MAX_TOKEN_ID = 250  # every model has so many tokens
+_MAX_TOKEN_ID = 250  # every model has at least as many tokens
 # By default XLA may round float32 operands of products to 19 bits on GPUs, in a way that depends on their shape.
 _EXACT_PRODUCTS = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
@@ -65,7 +65,7 @@ class Report:
 
 
 class Streams:
-    """Streams that begin anew as they end. The first round's tokens are the expected ones."""
+    """Streams that begin again as they end. The first round's tokens are the expected ones."""
 
     def __init__(self, client: AsyncClient, report: Report, prompt_tokens: int):
         draw = random.Random(0)
@@ -89,7 +89,7 @@ class Streams:
         await asyncio.gather(*(self._repeat_one(index) for index in range(len(self._prompts))))
 
     async def wait_for_rounds(self, num_rounds: int, load: asyncio.Task) -> float:
-        """Waits until each stream has ended so many times more; returns the median milliseconds between tokens."""
+        """Waits until each stream has ended `num_rounds` more times; returns the median milliseconds between tokens."""
         self._gaps.clear()
         goals = [number + num_rounds for number in self._num_rounds]
         while any(number < goal for number, goal in zip(self._num_rounds, goals, strict=True)):
@@ -99,7 +99,7 @@ class Streams:
         return 1e3 * statistics.median(self._gaps) if self._gaps else 0.0
 
     def end(self) -> None:
-        """Lets no stream begin anew."""
+        """Lets no stream begin again."""
         self._is_over = True
 
     async def _repeat_one(self, index: int) -> None:

@@ -2,7 +2,7 @@
 
     python -m pytest -p meshserve.benchmarks.checks.nan_fill tests/kernels/test_qk_norm_rope_gpu.py
 
-A kernel that reads memory that nobody has written then computes with NaN (every byte is 255: NaN in float8_e4m3,
+A kernel that reads memory that was never written then computes with NaN (every byte is 255: NaN in float8_e4m3,
 bfloat16 and float32, -1 as an integer), and the test's comparison fails. compute-sanitizer's initcheck looks for the
 same fault, but does not see what the kernels that it does not watch have written, and did not end one small jitted
 program in a minute. jax must keep freed memory instead of returning it to the driver, so XLA_PYTHON_CLIENT_ALLOCATOR
@@ -22,7 +22,7 @@ def fill_free_memory(device: jax.Device, most_bytes: int, least_bytes: int = _LE
 
     Args:
       device: Its memory is filled, in arrays that halve in size from `most_bytes` until `least_bytes`.
-      most_bytes: Of the first array, and the limit of all together.
+      most_bytes: The size of the first array, and the limit of all together.
 
     Returns:
       The number of bytes filled.

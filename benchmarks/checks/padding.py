@@ -21,10 +21,10 @@ from meshserve.benchmarks.lib.traffic import Lengths, Traffic
 from meshserve.runtime.api.request import Request
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.resolved_server import resolve_for
-from meshserve.runtime.planning.roofline import Roofline
+from meshserve.runtime.plan.roofline import Roofline
 from meshserve.runtime.program.batch import BatchBuilder, Bucket
-from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
+from meshserve.runtime.program.processors.processor_batch import ProcessorBatchBuilder
+from meshserve.runtime.resolve.resolved_server import resolve_for
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import StepPlan
@@ -63,9 +63,7 @@ class Server:
     def __init__(self, config: ServeConfig, device: str):
         model, chip = named_model(config.model), target(device).chip
         server = resolve_for(config, model, chip=chip, num_devices=config.tp or 1)
-        roofline = Roofline(
-            model=model, layout=server.layout, dtype=server.dtype, cache_dtype=server.cache_dtype, chip=chip
-        )
+        roofline = Roofline(shapes=server.kernel_shapes, chip=chip)
         self._weight_seconds = roofline.weight_bytes / chip.hbm_bytes_per_second
         self._key_seconds = roofline.token_bytes / chip.hbm_bytes_per_second  # one token's keys and values
         self._token_seconds = (

@@ -9,15 +9,14 @@ byte count differs by more than 2 %, or the number of programs differs at all. T
 whole device memory, because the compiler decides the scratch size and it is small.
 """
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshserve.runtime.options.flags import add_options, serve_config
+from meshserve.runtime.options.flags import Parser, add_options, serve_config
 from meshserve.runtime.options.serve_config import ServeConfig, server_only_options
-from meshserve.runtime.planning.report import Asked, planner_of
+from meshserve.runtime.plan.report import PlanRequest, planner_of
 from meshserve.runtime.program.device_figures import FIGURES_IN_LOG, DeviceFigures
 from meshserve.runtime.startup.launch import build_runner, open_model
 
@@ -28,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     config = serve_config(options)
     config = dataclasses.replace(config, tp=config.tp or 1)
-    asked = Asked(config=config, target=options.target, tensor_parallelism=config.tp, jax_fraction=options.jax_fraction)
+    asked = PlanRequest(
+        config=config, target=options.target, tensor_parallelism=config.tp, jax_fraction=options.jax_fraction
+    )
     planner = planner_of(asked)
     planned = planner.plan().figures
     if options.log is not None:
@@ -45,10 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(row.is_well for row in rows) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="plan_check", description="Compare a plan with the figures measured at start."
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="plan_check", description="Compare a plan with the figures measured at start.")
     add_options(parser, left_out=server_only_options())
     parser.add_argument("--target", required=True, help="as for `meshserve plan`")
     parser.add_argument("--jax-fraction", type=float, default=0.0, help="as for `meshserve plan`")

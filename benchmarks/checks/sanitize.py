@@ -5,7 +5,7 @@
 
 memcheck finds accesses outside an allocation, racecheck conflicting accesses to shared memory, synccheck wrong use of
 barriers. Every buffer is an allocation of its own (XLA_PYTHON_CLIENT_ALLOCATOR=platform), so that an access beyond it
-is seen. Only this project's kernels are watched. nan-fill finds reads of memory that nobody has written: the tests run
+is seen. Only this project's kernels are watched. nan-fill finds reads of memory that was never written: the tests run
 without the sanitizer, in memory full of NaN (`nan_fill`). initcheck, the sanitizer's tool for that, can be asked for,
 but does not see what XLA's kernels have written, and does not end one jitted program in a minute.
 Each suite runs in a process of its own: if one is lost, its name and exit status are reported, and the rest runs.
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck", "nan-fill")
 _CHOICES = (*TOOLS, "initcheck")
 _KERNELS = "kernel_substring=meshserve"  # a part of the name of every kernel of ours, mangled or not
-_FILLED_FRACTION = "0.1"  # of the GPU's memory, for the tests that run in memory full of NaN
+_FILLED_FRACTION = "0.1"  # share of the GPU's memory for the tests that run in memory full of NaN
 _FOUND = 86  # exit status that compute-sanitizer returns after a report
 _REPORT = re.compile(
     r"^=+ (?:Error: |Warning: )?(Invalid|Uninitialized|Race reported|Potential|Barrier|Divergent)(.*)$"

@@ -8,8 +8,8 @@ after ready stops the engine and is reported. Exits with 1 if any check fails.
 
     meshserve bench soak --model demo --cpu-devices 1 --set draft_model=demo-head --set draft_tokens=3 --draft-turns 15
 
-With `--draft-turns`, drafts are switched off and on in turn, so many seconds each, and the tokens a second of both are
-compared: "on" means that the engine decides at each step whether drafts pay, as a server does.
+With `--draft-turns`, drafts are switched off and on in turns of that many seconds, and the tokens per second of both
+are compared: "on" means that the engine decides at each step whether drafts pay, as a server does.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from typing import Any
 
 from meshserve.benchmarks.lib.drafting_switch import switch_drafts
 from meshserve.benchmarks.lib.offline_engine import parse_settings
-from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.compilation.compile_cache import CompileWatch
 from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.model_files.quantization import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.program.compile_cache import CompileWatch
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import build_engine, open_model
 
@@ -130,7 +130,7 @@ class DraftTurns:
     """Switches drafts off and on in turn, and counts the tokens of each turn.
 
     Args:
-      turn_seconds: Of each turn; 0 leaves drafts as they are.
+      turn_seconds: The length of each turn; 0 leaves drafts as they are.
     """
 
     def __init__(self, engine: Engine, crowd: Crowd, turn_seconds: float):

@@ -40,17 +40,18 @@ from meshserve.benchmarks.lib.expert_balance import balance_text, expert_tokens,
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import parse_settings
-from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
+from meshserve.runtime.adapters.changes import AdapterChanges
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.runner import Runner
+from meshserve.runtime.model_files.model_config import ModelConfig
+from meshserve.runtime.model_files.quantization import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.resolved_server import ResolvedServer
-from meshserve.runtime.planning.roofline import Roofline
+from meshserve.runtime.plan.roofline import Roofline
 from meshserve.runtime.program.batch import Bucket
-from meshserve.runtime.program.processor_batch import Logprobs, Sampled
+from meshserve.runtime.program.processors.processor_batch import Logprobs, Sampled
+from meshserve.runtime.resolve.resolved_server import ResolvedServer
 from meshserve.runtime.startup.launch import build_engine, open_model
 from meshserve.sharding.chips import chip_of
 
@@ -65,7 +66,7 @@ class Result:
     tp: int
     batch: int
     context: int
-    first_context: int  # of one request; the others have `context`
+    first_context: int  # the first request's; the others have `context`
     step_ms: float
     step_ms_p10: float
     step_ms_p90: float
@@ -75,7 +76,7 @@ class Result:
     starved_steps: float
     dispatch_ms: float
     prefill_seconds: float
-    power: Reading | None  # of the GPU with the highest power, during the measured steps
+    power: Reading | None  # for the GPU with the highest power, during the measured steps
 
 
 class Timeline:
@@ -136,6 +137,9 @@ class WatchedRunner:
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
         return self._runner.prompt_logprobs(targets)
 
+    def change_adapters(self, changes: AdapterChanges) -> None:
+        self._runner.change_adapters(changes)
+
     def copy_pages(self, command: np.ndarray) -> None:
         self._runner.copy_pages(command)
 
@@ -191,9 +195,9 @@ def _parser() -> argparse.ArgumentParser:
         "--quantize",
         choices=(NOT_QUANTIZED, *SCHEMES),
         default=NOT_QUANTIZED,
-        help="quantise the weights, or generate random ones in this format",
+        help="quantize the weights, or generate random ones in this format",
     )
-    parser.add_argument("--fp8-head", action="store_true", help="quantise the output head to FP8")
+    parser.add_argument("--fp8-head", action="store_true", help="quantize the output head to FP8")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--balance", action="store_true", help="print how evenly tokens choose the model's experts")
     parser.add_argument(
@@ -339,9 +343,7 @@ def _roofline_ms(server: ResolvedServer, contexts: Sequence[int]) -> float | Non
     chip = chip_of(jax.devices()[0])
     if chip is None:
         return None
-    roofline = Roofline(
-        model=server.model, layout=server.layout, dtype=server.dtype, cache_dtype=server.cache_dtype, chip=chip
-    )
+    roofline = Roofline(shapes=server.kernel_shapes, chip=chip)
     num_bytes = roofline.read_weight_bytes(len(contexts)) + sum(contexts) * roofline.token_bytes
     return 1000 * num_bytes / chip.hbm_bytes_per_second
 

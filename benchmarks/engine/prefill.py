@@ -22,10 +22,10 @@ import numpy as np
 
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
-from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.model_files.model_config import ModelConfig
+from meshserve.runtime.model_files.quantization import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import build_engine, open_model
 
@@ -39,13 +39,13 @@ class Result:
     model: str
     tp: int
     prompts: int
-    tokens: int  # of each prompt
+    tokens: int  # in each prompt
     ms: float
     ms_p10: float
     ms_p90: float
     tokens_per_second: float
     linear_tflops: float  # per device
-    power: Reading | None  # of the GPU with the highest power, during the measured runs
+    power: Reading | None  # for the GPU with the highest power, during the measured runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from meshserve.runtime.api.request import Request
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import BatchBuilder
-from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
+from meshserve.runtime.program.processors.processor_batch import ProcessorBatchBuilder
+from meshserve.runtime.resolve.buckets import declare_buckets
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler

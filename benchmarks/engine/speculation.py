@@ -48,10 +48,10 @@ from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for, parse_settings
 from meshserve.benchmarks.lib.oracle import Oracle
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed
-from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
-from meshserve.runtime.drafting.payoff import Payoffs
+from meshserve.runtime.draft.model.drafting_runner import RunnerBeside
 from meshserve.runtime.engine.runner import Runner
 from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.scheduler.drafts.payoff import Payoffs
 from meshserve.runtime.startup.launch import open_model
 from meshserve.runtime.text.tokenizer import open_tokenizer
 from meshserve.runtime.weights.locate import find_model
@@ -77,10 +77,10 @@ class Case:
     num_changed: int  # requests that got different tokens; with an oracle, most do
     plain_step_ms: float  # mean time between steps of the timed runs, prefill included
     step_ms: float
-    host_ms: float  # of that, planning and packing, for which the device waits
+    host_ms: float  # the part for planning and packing, for which the device waits
     dispatch_ms: float  # the calls that dispatch a step, and those that dispatch its draft tokens
     wait_ms: float  # from there until the sampled tokens are known
-    plain_power: Reading | None  # of the GPU with the highest power, during the timed runs without drafts
+    plain_power: Reading | None  # for the GPU with the highest power, during the timed runs without drafts
     power: Reading | None  # and with drafts
 
     @property

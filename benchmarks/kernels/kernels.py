@@ -1,184 +1,191 @@
-"""Times every implementation of paged decode attention that runs on this machine, over shapes and types.
+"""Times the implementations of an operation that run on this machine: microseconds, rates, share of the roofline.
 
-    meshserve bench kernels --batch 1 32 128 --context 1024 16384 --heads 8x4 --json kernels.json --plots plots
+    meshserve bench kernels --op attention --steps 1x32/1024 1x128/1024 4096 2048x1/65536
+    meshserve bench kernels --op decode_layers --model qwen3-8b --weights fp8-block --steps 1x1/1024 1x32/1024
+    meshserve bench kernels --op experts --model qwen3-30b-a3b --tokens 1 8 32 128 --skew 1
+    meshserve bench kernels --op linear --tp 4 --weights fp8-channel --implementation cuda_fp8 xla --tokens 128 4096
+    meshserve bench kernels --op p2p --tp 4
+    meshserve bench kernels --op sampling --tokens 1 64 256
+    meshserve bench kernels --op attention --case 'qwen3-8b-*'      # cases of kernels/paged_attention/cases.py
 
-Each request has one token, all requests have the same context length, and pages are in random order. Latency is
-measured over a sequence of calls that the device runs without waiting for the host. The calls cycle through layers, so
-that no call finds its pages in a hardware cache. Bandwidth is the bytes of the pages, read once, divided by that time.
-Memory is what the program needs in addition to its arguments. The error is ||out - expected|| / ||expected|| against
-float64 on the host, for the first requests of the batch.
-
-`--plots` needs matplotlib (the extra "plots") and draws latency.png, throughput.png, memory.png, speedup.png and
-dashboard.png.
+Shapes are those of a model on one of `--tp` devices, or the named cases of the operation's tests. Every figure is of a
+sequence of calls that the device runs without waiting for the host; median, P10 and P90 are over rounds of such
+sequences. Bytes and operations are those of the implementation's own cost (`kernels/implementation.py`), by which a
+server is planned. The roofline is the time that they take by the chip's data sheet, whichever takes longest.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import gc
-import itertools
 import json
-from collections.abc import Iterator, Sequence
-from functools import partial
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from meshserve.benchmarks.lib.timing import random_array, timed_ms
-from meshserve.kernels import paged_attention
-from meshserve.kernels.paged_attention import PagedAttention, PagedBatch
+from meshserve.benchmarks.lib.timing import timed_ms
+from meshserve.kernels.decode_layers.cases import FORMATS
+from meshserve.sharding.chips import chip_of
+from meshserve.sharding.mesh import use_cpu_devices, use_dispatch_threads
 
-from . import kernel_plots
-from .kernel_figures import YARDSTICK, Figure, Shape
+from . import attention, decode_layers, experts, linear, p2p, sampling
+from .call import TITLES, Call, Operation, Row, relative_error
 
-_MAX_CALLS = 32
-_CHECKED_REQUESTS = 2
+OPERATIONS: Mapping[str, Operation] = {
+    "attention": attention,
+    "decode_layers": decode_layers,
+    "experts": experts,
+    "linear": linear,
+    "p2p": p2p,
+    "sampling": sampling,
+}
+_LEAST_MS = 1e-6  # what remains of a call that takes no longer than its overhead
+_REFERENCE = "reference"  # timed by default only where nothing else runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    options.implementation = options.implementation or _usable()
-    figures = []
-    for shape in _shapes(options):
-        figures += _measure(shape, options)
-    if not figures:
-        print("no implementation supports these shapes on this machine")
+    options = parser().parse_args(arguments)
+    options.model = options.model or ("qwen3-30b-a3b" if options.op == "experts" else "qwen3-8b")
+    options.tune = {key: int(value) for key, _, value in (pair.partition("=") for pair in options.tune)}
+    if options.cpu_devices:
+        use_cpu_devices(options.cpu_devices)
+    elif options.op == "p2p":
+        use_dispatch_threads()
+    if options.op == "p2p" and options.check_seconds:
+        checked = [row for each in _each_tp(options) for row in p2p.check(each)]
+        _write(options.json, checked)
+        return 1 if any(row["num_wrong"] for row in checked) else 0
+    operation = OPERATIONS[options.op]
+    if unknown := set(options.implementation or ()) - set(operation.IMPLEMENTATIONS):
+        parser().error(f"--implementation {' '.join(unknown)}: {options.op} has {', '.join(operation.IMPLEMENTATIONS)}")
+    print(f"{options.op} on {jax.devices()[0].device_kind}\n{TITLES}", flush=True)
+    rows = [row for each in _each_tp(options) for case in operation.cases(each) for row in _rows(each, operation, case)]
+    if not rows:
+        print("no implementation supports these cases on this machine")
         return 1
-    if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(figure) for figure in figures], indent=1))
-    if options.plots:
-        kernel_plots.draw(figures, options.plots)
+    _write(options.json, [dataclasses.asdict(row) for row in rows])
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="meshserve bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [name for name in paged_attention.IMPLEMENTATIONS if name != "tpu_interpreted"]
-    parser.add_argument("--implementation", nargs="+", choices=names, help="default: all that run on this machine")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--op", choices=OPERATIONS, required=True)
     parser.add_argument(
-        "--context", type=int, nargs="+", default=[1024, 8192], help="context length of every request, in tokens"
+        "--implementation", nargs="+", help="default: all that run on this machine, the reference only if it is alone"
+    )
+    parser.add_argument("--case", nargs="+", help="names or patterns of the tests' cases, instead of a model's shapes")
+    parser.add_argument("--model", help="published size (default: qwen3-8b, of experts qwen3-30b-a3b)")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=[1], help="number of devices: one is measured; for p2p and sampling all"
     )
     parser.add_argument(
-        "--heads", nargs="+", default=["8x4"], help="KV heads x query heads per KV head (Qwen3-8B: 8x4)"
+        "--steps", nargs="+", default=["1x1/1024", "1x32/1024"], metavar="NxB/C",
+        help="steps of attention and decode_layers: B requests with N new tokens each and C in all, + adds more",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1, 32, 128],
+        help="tokens per step of experts and linear, requests of sampling",
     )
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[128])
-    parser.add_argument("--page-size", type=int, nargs="+", default=[64])
-    parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"])
+    parser.add_argument(
+        "--projections", nargs="+", choices=linear.PROJECTIONS, help="products to time alone (linear: all by default)"
+    )
+    parser.add_argument("--weights", choices=("bfloat16", *FORMATS), default="bfloat16", help="format of the weights")
+    parser.add_argument(
+        "--kv-dtype", default="", help="dtype of the KV cache, such as float8_e4m3fn (default: --dtype)"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=0, help="layers in the stack, 0 for the operation's own number")
+    parser.add_argument(
+        "--tune", nargs="+", default=[], metavar="KEY=N", help="arguments of the CUDA implementation, for tuning"
+    )
+    parser.add_argument("--check", action="store_true", help=f"compare each result with that of {_REFERENCE!r}")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=1.0, help="measured time per figure")
-    parser.add_argument("--cache-gigabytes", type=float, default=8.0, help="size of the pages to cycle through")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plots", type=Path, help="folder to draw the plots in")
+    parser.add_argument("--cpu-devices", type=int, default=0, help="use virtual CPU devices")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    for name, operation in OPERATIONS.items():
+        operation.add_options(parser.add_argument_group(f"options for {name}"))
     return parser
 
 
-def _usable() -> list[str]:
-    """Returns the implementations that run on this backend, except the interpreted one."""
-    names = []
-    for name in paged_attention.IMPLEMENTATIONS:
-        with contextlib.suppress(ValueError):
-            paged_attention.implementation(name)
-            names.append(name)
-    return [name for name in names if name != "tpu_interpreted"]
+def _each_tp(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Returns the options once for each TP size. Named cases have shapes of their own."""
+    sizes = options.tp[:1] if options.case else options.tp
+    return [argparse.Namespace(**{**vars(options), "tp": tp}) for tp in sizes]
 
 
-def _shapes(options: argparse.Namespace) -> Iterator[Shape]:
-    for dtype, heads, head_dim, page_size, batch, context in itertools.product(
-        options.dtype, options.heads, options.head_dim, options.page_size, options.batch, options.context
-    ):
-        kv_heads, group = (int(part) for part in heads.split("x"))
-        yield Shape(
-            batch=batch,
-            context=context,
-            kv_heads=kv_heads,
-            group=group,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=dtype,
-        )
+def _rows(options: argparse.Namespace, operation: Operation, case: Any) -> list[Row]:
+    """Times the implementations of one case, and prints their rows."""
+    expected = _result(options, operation, case, _REFERENCE) if options.check else None
+    names = options.implementation or [name for name in operation.IMPLEMENTATIONS if name != _REFERENCE]
+    rows = [row for name in names if (row := _row(options, operation, case, name, expected)) is not None]
+    if not rows and not options.implementation and _REFERENCE in operation.IMPLEMENTATIONS:
+        rows = [row for row in [_row(options, operation, case, _REFERENCE, expected)] if row is not None]
+    return rows
 
 
-def _measure(shape: Shape, options: argparse.Namespace) -> list[Figure]:
-    """Measures each implementation that supports this shape on this machine."""
-    num_layers = max(1, int(options.cache_gigabytes * 1e9 // shape.page_bytes))
-    num_layers = min(num_layers, _MAX_CALLS)
-    num_pages = shape.batch * shape.pages_per_request
-    cache_shape = (num_layers, num_pages, shape.kv_heads, 2, shape.page_size, shape.head_dim)
-    cache = random_array(cache_shape, 1, shape.dtype)
-    q = random_array((shape.batch, shape.kv_heads, shape.group, shape.head_dim), 2, shape.dtype) * 32
-    table = np.random.default_rng(0).permutation(num_pages).astype(np.int32).reshape(shape.batch, -1)
-    positions = jnp.full((shape.batch,), shape.context - 1, jnp.int32)
-    batch = PagedBatch(positions, jnp.arange(shape.batch, dtype=jnp.int32), jnp.asarray(table))
-    expected = _expected(shape, q, cache, table)
-    figures: list[Figure] = []
-    for name in options.implementation:
-        try:
-            attend = paged_attention.implementation(name)
-            figure = _figure(name, attend, shape, (q, cache, batch), expected, options)
-        except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
-            print(f"{name:10} {shape.label:38} is not supported here: {str(error).splitlines()[0][:120]}", flush=True)
-            continue
-        if figures and figures[0].implementation == YARDSTICK:
-            figure = dataclasses.replace(figure, speedup=figures[0].ms / figure.ms)
-        print(figure.row(), flush=True)
-        figures.append(figure)
-    del cache
-    gc.collect()  # frees the cache, most of the memory, before the next one is allocated
-    return figures
-
-
-def _figure(
-    name: str,
-    attend: PagedAttention,
-    shape: Shape,
-    inputs: tuple[jax.Array, jax.Array, PagedBatch],
-    expected: np.ndarray,
-    options: argparse.Namespace,
-) -> Figure:
-    q, cache, batch = inputs
-    num_layers, scale = cache.shape[0], shape.head_dim**-0.5
-    once = jax.jit(partial(attend, layer=0, scale=scale))
-    out = np.asarray(once(q, cache, batch), np.float64)[: expected.shape[0]]
-    temporary = once.lower(q, cache, batch).compile().memory_analysis()
-
-    @jax.jit
-    def run(q: jax.Array, cache: jax.Array) -> jax.Array:
-        for layer in range(num_layers):
-            q = attend(q, cache, batch, layer=layer, scale=scale)
-        return q
-
-    figures, _ = timed_ms(lambda q: run(q, cache), q, num_layers, options.rounds, options.seconds)
-    median, p10, p90 = (float(np.percentile(figures, percent)) for percent in (50, 10, 90))
-    return Figure(
+def _row(
+    options: argparse.Namespace, operation: Operation, case: Any, name: str, expected: np.ndarray | None
+) -> Row | None:
+    """Times one implementation. Prints and returns its row, or prints why there is none."""
+    gc.collect()  # frees the weights and pages of the call before
+    try:
+        found = _result(options, operation, case, name) if expected is not None else None
+        call = operation.call(options, case, name)
+        figures = _figures(call, options)
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = f"{case.name:44} {name:14} is not supported here: {str(error).splitlines()[0][:120]}"
+        print(reason, file=sys.stdout if options.implementation else sys.stderr, flush=True)
+        return None
+    us, p10, p90 = (1e3 * float(np.percentile(figures, percent)) for percent in (50, 10, 90))
+    least = 1e6 * call.least_seconds(chip_of(jax.devices()[0]))
+    row = Row(
+        op=options.op,
+        case=case.name,
         implementation=name,
-        shape=shape,
         device=jax.devices()[0].device_kind,
-        ms=median,
-        ms_p10=p10,
-        ms_p90=p90,
-        terabytes_per_second=shape.page_bytes / median / 1e9,
-        temporary_bytes=temporary.temp_size_in_bytes if temporary is not None else 0,
-        error=float(np.linalg.norm(out - expected) / np.linalg.norm(expected)),
+        us=us,
+        us_p10=p10,
+        us_p90=p90,
+        gb_per_second=(call.cost.num_bytes or call.link_bytes) / us / 1e3,
+        tflops=call.num_operations / us / 1e6,
+        roofline_share=least / us if least else None,
+        error=None if found is None or expected is None else relative_error(found, expected),
+        shape={**dataclasses.asdict(case), "name": case.name},
     )
+    print(row.text(), flush=True)
+    return row
 
 
-def _expected(shape: Shape, q: jax.Array, cache: jax.Array, table: np.ndarray) -> np.ndarray:
-    """Computes the attention of the first requests over layer 0 in float64 [B', K, G, H], on the host."""
-    out = []
-    for request in range(min(shape.batch, _CHECKED_REQUESTS)):
-        pages = np.asarray(cache[0, table[request]], np.float64)  # [pages, K, 2, S, H]
-        keys_values = pages.transpose(2, 1, 0, 3, 4).reshape(2, shape.kv_heads, -1, shape.head_dim)
-        keys_values = keys_values[:, :, : shape.context]
-        scores = np.einsum("kgh,knh->kgn", np.asarray(q[request], np.float64), keys_values[0]) * shape.head_dim**-0.5
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        out.append(np.einsum("kgn,knh->kgh", weights, keys_values[1]))
-    return np.stack(out)
+def _figures(call: Call, options: argparse.Namespace) -> list[float]:
+    """Returns the milliseconds of a call, by round."""
+    figures, _ = timed_ms(call.run, call.state, call.num_calls, options.rounds, options.seconds)
+    if call.overhead is None:
+        return figures
+    others, _ = timed_ms(call.overhead, call.state, call.num_calls, options.rounds, options.seconds)
+    overhead = float(np.median(others))
+    return [max(_LEAST_MS, figure - overhead) for figure in figures]
+
+
+def _result(options: argparse.Namespace, operation: Operation, case: Any, name: str) -> np.ndarray | None:
+    """Returns the result of one call of an implementation, or None if it is not to be compared."""
+    call = operation.call(options, case, name) if name in operation.IMPLEMENTATIONS else None
+    found = call.result() if call is not None and call.result is not None else None
+    return None if found is None else np.asarray(found, np.float32)
+
+
+def _write(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(rows, indent=1, default=str))
 
 
 if __name__ == "__main__":

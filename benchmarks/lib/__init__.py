@@ -1,1 +1,1 @@
-"""Shared parts of the benchmarks: workloads, timing, power readings."""
+"""What do the benchmarks share? Workloads, timing, random arrays, power readings, server processes."""

@@ -20,7 +20,7 @@ def measure_conversations(
     """Prints how long all turns take, the first-token times of each turn, and where the time went.
 
     Args:
-      at_a_time: Turns that run at the same time; the next begins when the one so many before it has ended.
+      at_a_time: Turns that run at the same time; the next begins when the one `at_a_time` before it has ended.
       sides: "with" and "without" host memory, in the order in which they are measured.
     """
     for number in range(2):

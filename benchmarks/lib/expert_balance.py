@@ -1,7 +1,7 @@
 """Tells how evenly the tokens of a decode step fall on the experts of a model, and on devices that hold whole experts.
 
 A program of its own runs the model once and counts, in every layer with experts, what the last token of each of some
-random requests chose. A server counts in its steps instead, for its metrics (`runtime.expert_counts`).
+random requests chose. A server counts in its steps instead, for its metrics (`program/expert_tokens.py`).
 """
 
 import dataclasses
@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec
 
 from meshserve.kernels.experts import ExpertWeights, Routing
 from meshserve.kernels.paged_attention import PagedBatch
-from meshserve.runtime.expert_counts.balance import imbalance
-from meshserve.runtime.model.qwen3 import specs_of
-from meshserve.runtime.planning.resolved_server import PlacedServer
+from meshserve.runtime.model import strategies
+from meshserve.runtime.model.partitioning import specs_of
+from meshserve.runtime.model.strategies import StepInputs
+from meshserve.runtime.program.expert_balance import imbalance
 from meshserve.runtime.program.step import CACHE_AXES, CacheShape, state_shapes
+from meshserve.runtime.resolve.resolved_server import PlacedServer
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
 _REQUEST_TOKENS = 8  # attention over a few tokens sets the hidden states of requests apart
@@ -64,7 +66,8 @@ def expert_tokens(
             return server.kernels.experts(x, weights, routing, **others)
 
         kernels = dataclasses.replace(server.kernels, experts=count, decode=None, is_unrolled=True)
-        nnx.merge(structure, params)(jnp.asarray(token_ids), cache, batch, kernels, last)
+        step = StepInputs(jnp.asarray(token_ids), batch, kernels.products, last)
+        strategies.forward(nnx.merge(structure, params), kernels, cache, step)
         return jnp.stack(counts)
 
     program = jax.shard_map(

@@ -28,7 +28,7 @@ def kernel_table(
       num_steps: Number of steps in the profile; times and calls are given per step.
       num_rows: Number of kernels to list.
       gap_ns: Gaps of this length and more are counted.
-      window: Only kernels that end between so many seconds before the end of the last one count. Default: all.
+      window: Only kernels that end between these two numbers of seconds before the last one's end count. Default: all.
     """
     total: dict[str, float] = collections.defaultdict(float)
     calls: collections.Counter[str] = collections.Counter()

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
+from meshserve.runtime.draft.model.drafting_runner import RunnerBeside
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import Record
-from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.model_files.model_config import ModelConfig
+from meshserve.runtime.options.serve_config import ServeConfig, options
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import MakeParams, build_engine
 
@@ -38,6 +38,9 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {pair}: there is no option {key!r}; known options are {', '.join(types)}.")
         if key in _OWN_OPTIONS:
             raise ConfigError(f"--set {pair}: use {_OWN_OPTIONS[key]} instead.")
+        if options()[key].is_list:
+            settings[key] = (*settings.get(key, ()), value)
+            continue
         try:
             settings[key] = value.lower() in ("1", "true") if kind is bool else kind(value)  # type: ignore[operator]
         except ValueError:
@@ -71,7 +74,7 @@ class OfflineEngine:
         self._num_open = 0
         self._fault = ""
         self._full_steps: list[tuple[float, int]] = []  # the time and the tokens of the steps of `while_full`
-        self.tokens: list[list[int]] = []  # of the last run, per request
+        self.tokens: list[list[int]] = []  # from the last run, per request
         self.engine, _ = build_engine(config, model, make_params, None, self._deliver, record)
 
     def __enter__(self) -> "OfflineEngine":

@@ -24,10 +24,10 @@ Stream = Callable[[Work, float], AsyncIterator[int]]
 
 _STEPS_PER_OCTAVE = 16  # rates of a search are first_rate * 2 ** (step / 16), so engines are compared at equal rates
 _FIRST_STRIDE = 8  # steps to the second rate
-_HOPELESS = 0.03  # of all gaps or requests beyond a bound: the P97 is, so the P99 is far from it
+_HOPELESS = 0.03  # share of gaps or requests beyond a bound: the P97 is, so the P99 is far from it
 _POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 0.5  # after a rate that was stopped, for the engine to drop its requests
-_LEAST_SHARE = 1.4  # of a rate's arrivals, in time that must be left to begin it: requests end after the last arrival
+_LEAST_SHARE = 1.4  # a rate is begun only if its arrivals' time times this is left: requests end after the last one
 _WARM_UP_SEED = 1_000_000
 
 

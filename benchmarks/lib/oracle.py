@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 from meshserve.runtime.api.request import Request
-from meshserve.runtime.drafting.draft_counts import Acceptance
-from meshserve.runtime.drafting.model_drafter import UNKNOWN_DRAFT
-from meshserve.runtime.scheduler import speculation
+from meshserve.runtime.scheduler.drafts import speculation
+from meshserve.runtime.scheduler.drafts.draft_counts import Acceptance
+from meshserve.runtime.scheduler.drafts.model_drafter import UNKNOWN_DRAFT
 
 _ANY_TOKEN = 1
 
@@ -17,7 +17,7 @@ def chance_of(acceptance: float, num_drafts: int) -> float:
     """Returns the chance of each draft token with which a step brings `acceptance` tokens of a request on average.
 
     Raises:
-      ValueError: `num_drafts` draft tokens cannot bring so many, or so few.
+      ValueError: `num_drafts` draft tokens cannot bring this number of tokens.
     """
     if not 1.0 <= acceptance <= 1.0 + num_drafts:
         raise ValueError(f"--acceptance {acceptance:g}: allowed is 1 to 1 + draft tokens, {1 + num_drafts}.")
@@ -39,11 +39,11 @@ class Oracle:
 
     Args:
       num_drafts: The most draft tokens of a request in a step.
-      acceptance: The mean number of tokens of a request in a step that has so many.
+      acceptance: The mean number of tokens of a request in a step with `num_drafts`.
       has_draft_model: Whether a draft model proposes them, whose time then counts.
 
     Raises:
-      ValueError: So many draft tokens cannot bring so many tokens, or so few.
+      ValueError: `num_drafts` draft tokens cannot bring `acceptance` tokens.
     """
 
     def __init__(self, num_drafts: int, acceptance: float, *, has_draft_model: bool = False):

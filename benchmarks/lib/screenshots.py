@@ -1,13 +1,12 @@
 """Makes the pictures of the documentation from a real server: `make screenshots` writes them to docs/images.
 
 Starts the embedded model on virtual CPU devices, talks to it in `meshserve chat`, puts load on it, and draws `meshserve
-top` and the page of `bench report`, which needs Chromium.
+top`, the page of the OpenAI port and that of `bench report`. Pages need Chromium.
 """
 
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,11 +18,13 @@ from rich.console import Console, RenderableType
 from rich.style import Style
 from rich.text import Text
 
+from meshserve.benchmarks.lib.browser import FLAGS, find_browser, missing
+from meshserve.benchmarks.lib.page_pictures import photograph_page
 from meshserve.benchmarks.lib.terminal import COLUMNS, terminal
 from meshserve.benchmarks.load import report, serve
 from meshserve.runtime.client.client import Client
-from meshserve.runtime.dashboard.screen import SCREEN_LINES, screen
-from meshserve.runtime.dashboard.top import Reader
+from meshserve.runtime.client.dashboard.screen import SCREEN_LINES, screen
+from meshserve.runtime.client.dashboard.top import Reader
 
 _SERVE = (
     "serve", "--model=demo", "--port=0", "--http-port=0", "--cpu-devices=2", "--tp=2", "--dtype=float32",
@@ -36,13 +37,12 @@ _LOADS = (
 _INTERVAL_SECONDS = 0.5
 _WAIT_SECONDS = 120.0
 _CHAT_LINES = 50  # more than the conversation takes
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _PAGE_PIXELS = (1240, 1400)
 _COLOURS = {"brown": "yellow", "brightbrown": "bright_yellow"}  # names of pyte that rich has otherwise
 
 
 def main(folder: Path) -> None:
-    """Writes top.svg, chat.svg and bench_report.png to `folder`."""
+    """Writes all pictures to `folder`: top.svg, chat.svg, bench_report.png, and those of `page_pictures`."""
     with tempfile.TemporaryDirectory() as scratch:
         figures = Path(scratch) / "demo model, 2 virtual CPU devices.json"
         server = subprocess.Popen([sys.executable, "-m", "meshserve", *_SERVE], stdout=subprocess.PIPE, text=True)
@@ -63,17 +63,20 @@ def main(folder: Path) -> None:
         (folder / "chat.svg").write_text(chat, encoding="utf-8")
         report.main([str(figures), f"--output={scratch}/report.html"])
         _photograph(Path(scratch) / "report.html", folder / "bench_report.png")
+    if reason := missing():
+        print(f"left out the pictures of the page: {reason}")
+    else:
+        photograph_page(folder)
 
 
 def _photograph(page: Path, picture: Path) -> None:
     """Draws a page as a browser does."""
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    browser = find_browser()
     if browser is None:
         print(f"left out {picture}: no Chromium is on the PATH (on Debian, `apt-get install chromium`)")
         return
     width, height = _PAGE_PIXELS
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking"]
-    flags += [f"--user-data-dir={page.parent / 'browser'}", f"--window-size={width},{height}"]
+    flags = [*FLAGS, f"--user-data-dir={page.parent / 'browser'}", f"--window-size={width},{height}"]
     subprocess.run([browser, *flags, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True)
 
 

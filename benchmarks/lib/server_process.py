@@ -32,7 +32,7 @@ class ServerProcess:
     def __init__(
         self, settings: Mapping[str, Any], *, log: Path | None = None, environment: Mapping[str, str] | None = None
     ):
-        port = _free_port()
+        port = free_port()
         self.target = f"127.0.0.1:{port}"
         self._settings = {**settings, "port": port}
         self._config = Path(tempfile.mkdtemp(prefix="meshserve-served-")) / "serve.toml"
@@ -83,7 +83,8 @@ def toml(settings: Mapping[str, Any]) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns the number of a port of this host that is free now."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return bound.getsockname()[1]

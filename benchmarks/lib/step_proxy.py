@@ -8,6 +8,7 @@ import grpc
 
 from meshserve.protos import steps_pb2 as pb
 from meshserve.protos import steps_pb2_grpc as pb_grpc
+from meshserve.runtime.api.loopback import proxy_options
 
 Spoil = Callable[[pb.JoinResponse], Iterable[pb.JoinResponse]]
 SpoilRequest = Callable[[pb.JoinRequest], Iterable[pb.JoinRequest]]
@@ -23,7 +24,7 @@ class StepProxy(pb_grpc.StepServiceServicer):
     def __init__(self, target: str):
         self.spoil: Spoil = lambda response: [response]
         self.spoil_request: SpoilRequest = lambda request: [request]
-        self._channel = grpc.insecure_channel(target)
+        self._channel = grpc.insecure_channel(target, proxy_options(target))
         self._server = grpc.server(ThreadPoolExecutor(8))
         pb_grpc.add_StepServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")

@@ -23,7 +23,7 @@ class StepSeconds:
     def reset(self) -> None:
         self._last = self._clock()
         self.idle_seconds = 0.0  # in which no step was in flight
-        self.decode_seconds: list[float] = []  # of each step without prompts
+        self.decode_seconds: list[float] = []  # for each step without prompts
         self._totals: dict[str, Counter[str]] = {kind: Counter() for kind in _KINDS}
 
     def record(self, record: StepRecord) -> None:

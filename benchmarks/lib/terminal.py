@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-COLUMNS, LINES = 110, 30  # of a terminal, unless said otherwise
+COLUMNS, LINES = 110, 30  # a terminal's size, unless stated otherwise
 _CURSOR_QUERY = b"\x1b[6n"
 Locate = Callable[[bytes], tuple[int, int]]  # returns the line and the column of the cursor, from 1, after some output
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>()][B0]?|\r")

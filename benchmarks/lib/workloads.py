@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_TOKEN_ID = 10_000
-OUTPUT_TOKENS = 64  # of each turn of a conversation
+OUTPUT_TOKENS = 64  # in each turn of a conversation
 AT_A_TIME = 8  # turns of conversations that run at the same time, unless a benchmark is told otherwise
-MAX_CONVERSATION_ID = 1_799  # the demo model has these, too
+MAX_CONVERSATION_ID = 1_799  # the demo model also has these
 
 
 class Work(NamedTuple):

@@ -1,1 +1,1 @@
-"""Benchmarks that load a server through gRPC."""
+"""What does a server sustain through gRPC, and how long do its callers wait?"""

@@ -15,7 +15,7 @@ from meshserve.benchmarks.baselines.engine_process import model_config_json, run
 from meshserve.benchmarks.baselines.job import Batch, Job, Report
 from meshserve.benchmarks.lib.open_loop import OpenLoop
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
+from meshserve.runtime.model_files.quantization import NOT_QUANTIZED, SCHEMES
 
 _VLLM_SETTINGS = {"max_model_len": 4096}
 _VLLM_QUANTIZATION = {"fp8-block": "fp8", "fp8-channel": "fp8"}  # by what meshserve calls it
@@ -34,10 +34,11 @@ class Engine:
         return self.module.startswith("vllm")
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, *other_engines: str) -> None:
     parser.add_argument(
-        "--engines", nargs="+", choices=("vllm", "ours", "tuned"), help="default: vllm, ours, and tuned with --set"
-    )
+        "--engines", nargs="+", choices=("vllm", "ours", "tuned", *other_engines),
+        help="default: vllm, ours, and tuned with --set",
+    )  # fmt: skip
     parser.add_argument("--tp", type=int, default=0, help="TP size of every engine (default: each engine's own)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the tuned server")
     parser.add_argument("--set-vllm", default="{}", metavar="JSON", help="additional engine arguments of vLLM")
@@ -52,7 +53,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--quantize",
         choices=(NOT_QUANTIZED, *SCHEMES),
         default=NOT_QUANTIZED,
-        help="quantise the weights of every engine; vLLM can do so with FP8 only",
+        help="quantize the weights of every engine; vLLM can do so with FP8 only",
     )
     parser.add_argument("--timeout", type=float, default=3600.0, help="time limit per model and engine, in seconds")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
@@ -81,7 +82,7 @@ def engines_from(options: argparse.Namespace, vllm_module: str) -> dict[str, Eng
             vllm["quantization"] = _VLLM_QUANTIZATION[options.quantize]
         elif "vllm" in options.engines:
             raise ConfigError(
-                f"--quantize {options.quantize}: vLLM does not quantise to it while it loads a model. Omit vllm from "
+                f"--quantize {options.quantize}: vLLM does not quantize to it while it loads a model. Omit vllm from "
                 "--engines."
             )
     return {
@@ -90,6 +91,8 @@ def engines_from(options: argparse.Namespace, vllm_module: str) -> dict[str, Eng
         "tuned": Engine(
             f"meshserve, {' '.join(options.set)}", "ours_served", {**shared, **parse_settings(options.set)}
         ),
+        "http": Engine("meshserve, OpenAI's API", "ours_http", shared),
+        "offline": Engine("meshserve, without a server", "ours", shared),
     }
 
 

@@ -29,15 +29,16 @@ from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.traffic import Lengths, Traffic
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.model_config import EMBED, ModelConfig
 from meshserve.runtime.api.request import Output, RequestOptions
+from meshserve.runtime.api.tasks import EMBED
 from meshserve.runtime.client.client import AsyncClient, CallError, credentials_from
 from meshserve.runtime.commands.cli import add_credentials
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.model_files.model_config import ModelConfig
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.resolved_server import PlacedServer
-from meshserve.runtime.pooling.pooled_rows import POOLING_PARAMS
+from meshserve.runtime.program.pooled_rows import POOLING_PARAMS
+from meshserve.runtime.resolve.resolved_server import PlacedServer
 from meshserve.runtime.startup.interpreter import take_turns_often
 from meshserve.runtime.startup.launch import build_engine, open_model
 
@@ -58,7 +59,7 @@ class Figures:
     seconds: float
     texts_per_second: float
     tokens_per_second: float
-    peak_share: float | None = None  # of the devices' products a second; None if unknown
+    peak_share: float | None = None  # share of the devices' peak GEMM rate; None if unknown
     num_steps: int = 0
     padding: float | None = None  # share of the steps' token positions that no text used
     host_ms: float | None = None  # median of planning and batch building per step

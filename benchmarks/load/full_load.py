@@ -4,14 +4,19 @@
     meshserve bench full_load --models qwen3-8b --workloads 512 --tp 4 --engines ours --set-all max_running=512
     meshserve bench full_load --models qwen3-8b --starts 3 --python-vllm /opt/vllm/bin/python
     meshserve bench full_load --models qwen3-8b --quantize fp8-block --python-vllm /opt/vllm/bin/python
+    meshserve bench full_load --models qwen3-8b --workloads 32 64x512x128 --engines ours offline
+    meshserve bench full_load --models qwen3-0.6b --workloads nano-vllm --starts 3 --engines ours http
 
 Every engine runs with its own defaults; vLLM is only given a context of 4,096 tokens and no prefix cache, which prompts
-that never repeat cannot use. With --quantize, both quantise the random weights while they load them, vLLM with its
+that never repeat cannot use. With --quantize, both quantize the random weights while they load them, vLLM with its
 quantization="fp8". With --set, meshserve also runs with these options, with --set-all only. A meshserve server on GPUs
 runs at most 256 requests at once by default, vLLM on a GPU of 70 GiB or more 1,024; with a workload of more requests
 than that, they take turns, and "ms per output token" is no longer the time of a step. A ratio above 1 means that
 meshserve is faster.
-With --starts, every engine is started so many times, in turn, and all figures are medians over the starts.
+A workload 64x512x128 is 64 requests of 512 tokens in and 128 out. The engine "offline" is meshserve's without a server,
+of a size for the largest batch: the difference is what the edge costs. The engine "http" is the server of "ours", asked
+through OpenAI's API, streamed; beside "ours", a column has the ratio of the two.
+With --starts, every engine is started that many times, in turn, and all figures are medians over the starts.
 All figures of a table come from one run of this command, and its heading says where and when it ran.
 """
 
@@ -19,6 +24,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -36,6 +42,7 @@ from .comparison import add_engine_options, engines_from, heading, run
 _WARM_UP_SEED = 1_000_000  # seeds from here on are never timed
 _PREFILL_SEED = 2_000_000
 _SEEDS_OF_A_WORKLOAD = 10_000_000
+_SIZES = re.compile(r"\d+x\d+x\d+")  # requests, tokens in and out of each
 _DEMO_TOKEN_ID = 99  # within the vocabulary of the demo model
 
 
@@ -46,8 +53,8 @@ class Workload:
     Attributes:
       title: Names it in the table.
       draw: Makes the requests from a seed.
-      warm_up: Likewise, for the untimed runs.
-      num_warmups, num_runs: Each run has a seed of its own.
+      warm_up: The same for the untimed runs.
+      num_warmups, num_runs: Each run has its own seed.
       has_prefill: All requests are alike, so that the same requests with a single output token time the prefill.
     """
 
@@ -174,7 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["qwen3-0.6b", "qwen3-8b"])
     names = sorted({name for each in WORKLOADS.values() for name in each})
-    parser.add_argument("--workloads", nargs="+", choices=names, help="only these (default: all of the model)")
+    parser.add_argument(
+        "--workloads", nargs="+", metavar="NAME", type=_workload_name,
+        help=f"only these (default: all of the model): {', '.join(names)}, or REQUESTSxINxOUT",
+    )  # fmt: skip
     parser.add_argument("--runs", type=int, default=0, help="timed runs of each workload (default: its own number)")
     parser.add_argument(
         "--starts",
@@ -182,16 +192,27 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="starts of each engine, in turn; figures are medians (default: %(default)s)",
     )
-    add_engine_options(parser)
+    add_engine_options(parser, "http", "offline")
     return parser
 
 
+def _workload_name(name: str) -> str:
+    if _SIZES.fullmatch(name) or any(name in each for each in WORKLOADS.values()):
+        return name
+    raise argparse.ArgumentTypeError(f"{name!r} is neither a workload nor of the form 64x512x128")
+
+
 def _workloads(options: argparse.Namespace, model: str) -> dict[str, Workload]:
-    wanted = options.workloads or list(WORKLOADS[model])
+    known = dict(WORKLOADS[model])
+    for name in options.workloads or ():
+        if _SIZES.fullmatch(name):
+            num_requests, num_in, num_out = map(int, name.split("x"))
+            max_id = _DEMO_TOKEN_ID if model == "demo" else MAX_TOKEN_ID
+            known[name] = _alike(num_requests, num_in, num_out, max_id)
     return {
         name: dataclasses.replace(workload, num_runs=options.runs or workload.num_runs)
-        for name, workload in WORKLOADS[model].items()
-        if name in wanted
+        for name, workload in known.items()
+        if name in (options.workloads or known)
     }
 
 
@@ -235,14 +256,18 @@ def _medians(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]], titles: Mapping[str, str]) -> str:
-    """Formats the figures as Markdown: a row per model, workload and figure; ratios where vLLM has the figure.
+    """Formats the figures as Markdown: a row per model, workload and figure; ratios where both have the figure.
 
     Args:
       found: By model and engine, `figures` by workload title and figure, and `power` by workload title.
-      titles: Of the engines, in the order of the columns.
+      titles: The engines' titles, in the order of the columns.
     """
-    ours = [key for key in titles if key != "vllm"]
-    columns = [*titles.values(), *(f"{titles[key]} : vLLM" for key in ours)]
+    pairs = [(key, "vllm") for key in titles if key != "vllm"]
+    names_of_pairs = [f"{titles[key]} : vLLM" for key, _ in pairs]
+    if {"http", "ours"} <= titles.keys():
+        pairs.append(("http", "ours"))
+        names_of_pairs.append("OpenAI's API : gRPC")
+    columns = [*titles.values(), *names_of_pairs]
     lines = ["| model | workload | figure | " + " | ".join(columns) + " |", "|---" * (len(columns) + 3) + "|"]
     for model, results in found.items():
         first = next(iter(results.values()))["figures"]
@@ -254,12 +279,12 @@ def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]], titles: Mapping[
                     if result["figures"].get(workload, {}).get(name)
                 }
                 cells = [_number(values[key], name) if key in values else "" for key in titles]
-                cells += [_ratio(values.get(key), values.get("vllm"), name) for key in ours]
+                cells += [_ratio(values.get(key), values.get(base), name) for key, base in pairs]
                 lines.append(f"| {model} | {workload} | {name} | " + " | ".join(cells) + " |")
             powers = [str(results[key]["power"].get(workload, "")) if key in results else "" for key in titles]
             if any(powers):
                 lines.append(
-                    f"| {model} | {workload} | clock, power | " + " | ".join([*powers, *("" for _ in ours)]) + " |"
+                    f"| {model} | {workload} | clock, power | " + " | ".join([*powers, *("" for _ in pairs)]) + " |"
                 )
     return "\n".join(lines)
 
@@ -268,10 +293,10 @@ def _number(value: float, name: str) -> str:
     return f"{value:,.0f}" if name in _MORE_IS_BETTER else f"{value:.2f}"
 
 
-def _ratio(value: float | None, vllm: float | None, name: str) -> str:
-    if not value or not vllm:
+def _ratio(value: float | None, base: float | None, name: str) -> str:
+    if not value or not base:
         return ""
-    return f"{value / vllm if name in _MORE_IS_BETTER else vllm / value:.2f}"
+    return f"{value / base if name in _MORE_IS_BETTER else base / value:.2f}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 `inf` sends all at once. `--concurrency` keeps a fixed number of requests open (closed loop). Several values are run as
 separate loads, one after the other, with different prompts. Prompts are token ids drawn from a seed, and end tokens are
 ignored, so that outputs have the drawn lengths. With `--prefix-tokens`, prompts share prefixes. Lengths that are not
-given are 1024 and 128 tokens, or less if the server's context or KV cache has no room for so many. The figures are
+given are 1024 and 128 tokens, or less if the server's context or KV cache has no room for them. The figures are
 those of vLLM's serving benchmark.
 """
 
@@ -34,8 +34,8 @@ from .serving_report import Call, figures, text
 
 _GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 _READY_SECONDS = 30.0
-_INPUT_TOKENS, _OUTPUT_TOKENS = 1024, 128  # of requests, unless given or too many for the server
-_LEAST_TOKENS = 8  # of a request
+_INPUT_TOKENS, _OUTPUT_TOKENS = 1024, 128  # in requests, unless given or too many for the server
+_LEAST_TOKENS = 8  # in a request
 _SEEDS_A_LOAD = 1000  # distance of the loads' seeds, so that no load finds another's prompts in the prefix cache
 
 

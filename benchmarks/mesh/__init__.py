@@ -1,1 +1,1 @@
-"""Everything that is measured over several GPUs of one host, by one command: `meshserve bench mesh`."""
+"""What do several GPUs of one host reach? Everything that is measured over them, by `meshserve bench mesh`."""

@@ -4,10 +4,10 @@ import dataclasses
 import subprocess
 
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.sharding.chips import CHIPS, Chip
+from meshserve.runtime.model_files.model_config import ModelConfig
+from meshserve.sharding.chips import CHIPS, Chip, GPUAttributes, gpu_of
 
-_USABLE_FRACTION = 0.85  # of a device's memory, for weights; the rest is for the KV cache and scratch memory
+_USABLE_FRACTION = 0.85  # share of a device's memory for weights; the rest is for the KV cache and scratch memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,19 +36,21 @@ def find_machine() -> Machine:
     """Returns the GPUs of this host.
 
     Raises:
-      ConfigError: There are not several GPUs, or they are of no known kind.
+      ConfigError: There are not several GPUs of one kind.
     """
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
-        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
             f"nvidia-smi finds no GPU ({error}). Try a dry run on virtual CPU devices: --cpu-devices 4."
         ) from None
-    kinds = {chip.kind: chip for chip in CHIPS.values()}
-    if len(names) < 2 or len(set(names)) > 1 or names[0] not in kinds:
+    names = [line.partition(",")[0] for line in lines]
+    if len(names) < 2 or len(set(names)) > 1:
         raise ConfigError(
-            f"this host has {len(names)} GPU(s): {', '.join(names)}. Allowed are two or more of one kind: "
-            f"{', '.join(kind for kind, chip in kinds.items() if chip.platform == 'gpu')}."
+            f"this host has {len(names)} GPU(s): {', '.join(names)}. Allowed are two or more of one kind."
         )
-    return Machine(num_devices=len(names), device=names[0], chip=kinds[names[0]])
+    name, capability, mebibytes = (field.strip() for field in lines[0].split(","))
+    major, _, minor = capability.partition(".")
+    found = GPUAttributes(name, (int(major), int(minor)), memory_bytes=int(mebibytes) << 20)
+    return Machine(num_devices=len(names), device=name, chip=gpu_of(found))

@@ -7,7 +7,7 @@
     meshserve bench mesh --cpu-devices 4 --minutes 10              # a dry run: the same commands, small
 
 The rows depend on the number of GPUs and their memory; each is a process, or several, with its own time limit, so that
-a hang costs one row. The tables and all figures are written anew after each row. Exits with 1 if a row failed.
+a hang costs one row. The tables and all figures are rewritten after each row. Exits with 1 if a row failed.
 """
 
 import argparse

@@ -58,10 +58,9 @@ def read_tests(name: str, results: Results) -> list[Line]:
 def read_sums(results: Results) -> list[Line]:
     lines = []
     for row in _loaded(results):
-        for kind in ("p2p", "psum"):
-            if kind in row:
-                workload = f"all-reduce over {row['tp']:.0f}, {row['kilobytes']:.0f} KB, {kind}"
-                lines.append(Line(row="all-reduces", workload=workload, figure="us", value=round(row[kind], 1)))
+        tp, kilobytes = row["shape"]["tp"], row["shape"]["kilobytes"]
+        workload = f"all-reduce over {tp}, {kilobytes:.0f} KB, {row['implementation']}"
+        lines.append(Line(row="all-reduces", workload=workload, figure="us", value=round(row["us"], 1)))
     return lines
 
 
@@ -146,7 +145,7 @@ def read_steps(name: str, served: Served, case: Case, all_reduce: str, results: 
             value=row["step_ms"],
             ideal=case.step_ms(row["batch"], row["context"]),
             all_reduces=case.all_reduces(row["batch"]),
-            note=f"all-reduce {all_reduce}, host {row['dispatch_ms']:.2f} ms, compiling {row['compile_seconds']:.0f} s",
+            note=f"all-reduce {all_reduce}, host {row['dispatch_ms']:.2f} ms, {row['starved_steps']:.0%} starved",
         )
         for row in _loaded(results)
     ]

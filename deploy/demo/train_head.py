@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 head for the demo model (arXiv 2503.01840), so that draft tokens can be seen on real text.
 
-    python -m meshserve.deploy.demo.train_head --data build/demo-data --output deploy/demo/head
+    python -m meshserve.deploy.demo.train_head --data build/demo-data --output runtime/weights/embedded/demo-head
 
 In: the ids that `train prepare` wrote, and the demo model. Out: a head in the published layout (config.json and
 model.safetensors in bfloat16), which `--draft-model` takes.
@@ -24,12 +24,13 @@ import numpy as np
 import optax
 from safetensors.flax import load_file, save_file
 
-from . import __file__ as _here
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
+
 from .head_network import EPSILON, LAYERS_READ, PREFIX, HeadSizes, draft_logits
 from .network import NetworkConfig, Parameters, forward_with_inputs
 from .train import load_splits
 
-_STEP_WEIGHT = 0.8  # of the loss of each further draft token
+_STEP_WEIGHT = 0.8  # weight of the loss of each further draft token
 _HELD_OUT_WINDOWS = 32
 
 
@@ -201,7 +202,7 @@ def head_config(served: NetworkConfig, config: HeadConfig) -> Mapping[str, objec
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder that `train prepare` wrote")
-    parser.add_argument("--model", type=Path, default=Path(_here).with_name("model"), help="the demo model")
+    parser.add_argument("--model", type=Path, default=DEMO_DIRECTORY, help="the demo model")
     parser.add_argument("--output", type=Path, required=True)
     for option in dataclasses.fields(HeadConfig):
         parser.add_argument(f"--{option.name.replace('_', '-')}", type=option.type, default=option.default)

@@ -19,6 +19,7 @@ from ray import serve
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
+from meshserve.runtime.api.loopback import proxy_options
 
 from .server_child import ServerChild, flags
 
@@ -88,6 +89,7 @@ class Replica:
         """The server's methods. Created on the event loop, on which they are called."""
         if self._stub is None:
             options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+            options += proxy_options(self._child.target)
             self._stub = pb_grpc.InferenceServiceStub(grpc.aio.insecure_channel(self._child.target, options=options))
         return self._stub
 

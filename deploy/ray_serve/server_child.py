@@ -7,8 +7,9 @@ import threading
 from collections import deque
 from typing import IO, Any
 
-from meshserve.runtime.gateway import gateway_guard
 from meshserve.runtime.options.serve_config import ServeConfig
+
+from . import server_guard
 
 _LISTENS = "meshserve listens on "
 _READY = "meshserve is ready"
@@ -43,7 +44,7 @@ class ServerChild:
         self._log: deque[str] = deque(maxlen=_NUM_LOG_LINES)
         # The guard ends the server once this pipe closes, also when the actor is killed.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", gateway_guard.__file__, *command],
+            [sys.executable, "-I", "-S", server_guard.__file__, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

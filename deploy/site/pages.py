@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshserve.runtime.api.sampling_params import params_table
+from meshserve.runtime.options.foreign.translation import vllm_names
 from meshserve.runtime.options.serve_config import SECTIONS, ServeConfig, options
 from meshserve.runtime.telemetry.metrics import Metrics
 
@@ -101,7 +102,8 @@ def options_page() -> str:
             if option.section == section:
                 notes = [f"one of {', '.join(option.choices)}"] if option.choices else []
                 notes += ["server"] if option.is_server_only else []
-                notes += [f"also `{option.alias}`"] if option.alias else []
+                theirs = [f"`{each}`" for each in vllm_names(name)]
+                notes += [f"in vLLM {', '.join(theirs)}"] if theirs else []
                 text = f"{option.help} (*{'; '.join(notes)}*)" if notes else option.help
                 lines.append(f"| `{name}` | {types[name]} | `{option.shown(defaults[name])}` | {_cell(text)} |")
     return "\n".join(lines) + "\n"
@@ -157,7 +159,7 @@ def _families() -> Iterator[Any]:
 
     from meshserve.runtime.api.engine_api import ModelInfo
     from meshserve.runtime.api.request import Load
-    from meshserve.runtime.expert_counts.balance import ExpertBalance
+    from meshserve.runtime.program.expert_balance import ExpertBalance
     from meshserve.runtime.telemetry.metrics import ServerState
 
     info = ModelInfo(

@@ -1,1 +1,1 @@
-"""CUDA C++ kernels for NVIDIA Hopper GPUs, and the builder that compiles and registers them (`build.load`)."""
+"""CUDA C++ kernels for NVIDIA GPUs, and the builder that compiles and registers them (`build.load`)."""

@@ -11,7 +11,7 @@ import jax
 
 from .build import KernelBuildError, load
 
-_NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")  # of the CUDA versions that jax supports
+_NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")  # names in the CUDA versions that jax supports
 _MAX_ERROR_BYTES = 1000
 
 
@@ -47,3 +47,12 @@ def open_library() -> None:
             return
         errors.append(text.value.decode())
     raise KernelBuildError("; ".join(dict.fromkeys(errors)))
+
+
+def unavailable_reason() -> str | None:
+    """Returns why this host cannot call the library, or None if it can. Compiles the kernels the first time."""
+    try:
+        open_library()
+    except KernelBuildError as error:
+        return str(error)
+    return None

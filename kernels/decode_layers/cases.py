@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshserve.kernels.linear import Matrix, QuantisedMatrix, to_fp8
+from meshserve.kernels.linear import E4M3, INT4, Format, Matrix, QuantizedMatrix, to_fp8
+from meshserve.kernels.linear.formats import SCALE, ZERO
 from meshserve.kernels.paged_attention import PagedBatch
+from meshserve.kernels.router import RouterOptions
 
 from . import DecodeBatch, LayerSettings, LayerWeights
 
@@ -33,12 +35,16 @@ class Case:
     num_experts: int = 0  # in place of the MLP; `mlp` is the size of one
     num_chosen: int = 2
     has_drafts: bool = False
-    weights: str = ""  # how the matrices are quantised, one of FORMATS; empty: they are not
+    weights: str = ""  # how the matrices are quantized, one of FORMATS; empty: they are not
     cache_dtype: str = ""  # empty: the inputs'
 
     @property
     def pages_per_request(self) -> int:
         return max(1, -(-max(self.lengths) // self.page_size))
+
+    @property
+    def router(self) -> RouterOptions | None:
+        return RouterOptions(num_chosen=self.num_chosen, is_normalized=True) if self.num_experts else None
 
 
 CASES = (
@@ -81,15 +87,29 @@ CASES = (
     Case(name="qwen3-8b-layer", lengths=(1024,) * 3 + (77,), embed=4096, kv_heads=8, group=4, mlp=12288, page_size=64),
 )
 
-# Formats of quantised matrices: whether they are 4-bit integers, the rows and columns that share a scale (0 columns:
-# all of a row), the dtype of the scales, and whether there are zero points.
+
+@dataclasses.dataclass(frozen=True)
+class CaseFormat:
+    """How the matrices of a case are quantized."""
+
+    format: Format
+    block: tuple[int, int]  # rows and columns that share a scale; 0 columns: all of a row
+    scale_dtype: str
+    has_zero: bool = False  # the matrices have zero points
+
+    def grid(self, shape: tuple[int, ...], row_unit: int = 0) -> tuple[int, ...]:
+        """Returns the shape of a matrix's scales. A block that divides neither it nor `row_unit` rows is smaller."""
+        rows = math.gcd(self.block[0], shape[-2], row_unit)
+        return (*shape[:-2], shape[-2] // rows, shape[-1] // math.gcd(self.block[1], shape[-1]))
+
+
 FORMATS = {
-    "fp8-block": (False, (128, 128), "float32", False),
-    "fp8-block-64": (False, (64, 64), "bfloat16", False),
-    "fp8-channel": (False, (1, 0), "float32", False),
-    "int4-128": (True, (1, 128), "bfloat16", False),
-    "int4-64-zero": (True, (1, 64), "float16", True),
-    "int4-32": (True, (1, 32), "bfloat16", False),
+    "fp8-block": CaseFormat(E4M3, (128, 128), "float32"),
+    "fp8-block-64": CaseFormat(E4M3, (64, 64), "bfloat16"),
+    "fp8-channel": CaseFormat(E4M3, (1, 0), "float32"),
+    "int4-128": CaseFormat(INT4, (1, 128), "bfloat16"),
+    "int4-64-zero": CaseFormat(INT4, (1, 64), "float16", has_zero=True),
+    "int4-32": CaseFormat(INT4, (1, 32), "bfloat16"),
 }
 
 
@@ -121,8 +141,8 @@ SHARDS = (
 )
 
 
-def quantised_cases() -> list[Case]:
-    """Returns cases with quantised weights: every format on small shapes, most shards with FP8 and 4-bit weights."""
+def quantized_cases() -> list[Case]:
+    """Returns cases with quantized weights: every format on small shapes, most shards with FP8 and 4-bit weights."""
     small = ("page-borders", "head-64-group-7", "batch-16", "batch-30", "batch-50-odd-tiles", "batch-64")
     found = [(case, kind) for case in CASES if case.name in (*small, "qwen3-0.6b-layer") for kind in FORMATS]
     found += [(case, "fp8-block") for case in CASES if case.name == "batch-128"]
@@ -131,8 +151,8 @@ def quantised_cases() -> list[Case]:
 
 
 def fp8_cache_cases() -> list[Case]:
-    """Returns cases with a KV cache in 8 bits, also with quantised weights."""
-    cases = {case.name: case for case in (*CASES, *EXPERT_CASES, *quantised_cases())}
+    """Returns cases with a KV cache in 8 bits, also with quantized weights."""
+    cases = {case.name: case for case in (*CASES, *EXPERT_CASES, *quantized_cases())}
     names = (
         "page-borders",
         "head-64-group-7",
@@ -238,7 +258,7 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
         return jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5, dtype)
 
     def matrix(*shape: int, row_unit: int = 128) -> Matrix:
-        return quantised_matrix(rng, case.weights, shape, row_unit) if case.weights else plain(*shape)
+        return quantized_matrix(rng, case.weights, shape, row_unit) if case.weights else plain(*shape)
 
     def gain(*shape: int) -> jax.Array:
         return jnp.asarray(1 + 0.2 * rng.standard_normal(shape, np.float32), dtype)
@@ -277,7 +297,7 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
             epsilon=1e-6,
             softmax_scale=case.head_dim**-0.5,
             rotary_scale=1.0,
-            num_chosen=case.num_chosen,
+            router=case.router,
             has_drafts=case.has_drafts,
         ),
     )
@@ -298,18 +318,19 @@ def prompt_batch(case: Case, inputs: Inputs, num_new: Sequence[int], num_padding
     )
 
 
-def quantised_matrix(rng: np.random.Generator, kind: str, shape: tuple[int, ...], row_unit: int) -> QuantisedMatrix:
+def quantized_matrix(rng: np.random.Generator, kind: str, shape: tuple[int, ...], row_unit: int) -> QuantizedMatrix:
     """Returns a random matrix in one of FORMATS, with elements of the usual size. Scales differ by a factor of up to 4.
 
     Rectangles that do not divide the shape, or `row_unit` rows, are smaller by a power of two.
     """
-    is_int4, (rows, columns), scale_dtype, has_zero = FORMATS[kind]
-    rows = math.gcd(rows, shape[-2], row_unit)
-    columns = math.gcd(columns, shape[-1])
-    grid = (*shape[:-2], shape[-2] // rows, shape[-1] // columns)
-    deviation = 4.6 if is_int4 else 100.0  # of the numbers
-    scale = jnp.asarray(2.0 ** rng.uniform(-1, 1, grid) * shape[-1] ** -0.5 / deviation, scale_dtype)
-    if not is_int4:
-        return QuantisedMatrix(to_fp8(jnp.asarray(rng.standard_normal(shape, np.float32) * deviation)), scale)
-    zero = jnp.asarray(rng.integers(5, 12, grid, np.uint8)) if has_zero else None
-    return QuantisedMatrix(jnp.asarray(rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)), scale, zero)
+    quantized = FORMATS[kind]
+    grid, format = quantized.grid(shape, row_unit), quantized.format
+    deviation = 100.0 if format == E4M3 else 1.0 / format.typical[SCALE]  # standard deviation of the numbers
+    scale = jnp.asarray(2.0 ** rng.uniform(-1, 1, grid) * shape[-1] ** -0.5 / deviation, quantized.scale_dtype)
+    if format == E4M3:
+        data = to_fp8(jnp.asarray(rng.standard_normal(shape, np.float32) * deviation))
+        return QuantizedMatrix(format, data, {SCALE: scale})
+    grids = {SCALE: scale}
+    if quantized.has_zero:
+        grids[ZERO] = jnp.asarray(rng.integers(5, 12, grid, np.uint8))
+    return QuantizedMatrix(format, jnp.asarray(rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)), grids)

@@ -1,20 +1,19 @@
 """Reference implementation of a decode step's layers in plain jax.numpy, for any backend and float type."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshserve.kernels.experts import ExpertWeights, Routing
+from meshserve.kernels.experts import ExpertWeights
 from meshserve.kernels.experts import reference as expert_reference
 from meshserve.kernels.linear import layer_of
 from meshserve.kernels.p2p import reference as p2p_reference
+from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.kernels.paged_attention.storage import to_cache
+from meshserve.kernels.router.reference import route
 
-if TYPE_CHECKING:
-    from meshserve.kernels.paged_attention import PagedBatch
-
-    from . import DecodeBatch, LayerSettings, LayerWeights
+from .contract import DecodeBatch, LayerSettings, LayerWeights
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, epsilon: float) -> jax.Array:
@@ -41,12 +40,12 @@ def rotate(x: jax.Array, positions: jax.Array, inverse_frequencies: jax.Array, r
 
 def qkv(
     x: jax.Array,
-    weights: "LayerWeights",
+    weights: LayerWeights,
     cache: jax.Array,
-    batch: "DecodeBatch",
+    batch: DecodeBatch,
     inverse_frequencies: jax.Array,
     *,
-    settings: "LayerSettings",
+    settings: LayerSettings,
     layer: int,
 ) -> tuple[jax.Array, jax.Array]:
     """See `DecodeKernels`."""
@@ -66,7 +65,7 @@ def qkv(
 
 
 def attention(
-    q: jax.Array, cache: jax.Array, batch: "DecodeBatch", *, settings: "LayerSettings", layer: int | jax.Array
+    q: jax.Array, cache: jax.Array, batch: DecodeBatch, *, settings: LayerSettings, layer: int | jax.Array
 ) -> jax.Array:
     """See `DecodeKernels`. This implementation gathers every page of the table."""
     _, num_pages, kv_heads, _, page_size, head_dim = cache.shape
@@ -82,53 +81,49 @@ def attention(
     return attended.reshape(num_requests, -1).astype(q.dtype)
 
 
-def output(attended: jax.Array, weights: "LayerWeights", residual: jax.Array | None, *, layer: int) -> jax.Array:
+def output(attended: jax.Array, weights: LayerWeights, residual: jax.Array | None, *, layer: int) -> jax.Array:
     """See `DecodeKernels`."""
     product = project(attended, layer_of(weights.o, layer))
     return product if residual is None else residual + product
 
 
-def gate_up(x: jax.Array, weights: "LayerWeights", *, settings: "LayerSettings", layer: int) -> jax.Array:
+def gate_up(x: jax.Array, weights: LayerWeights, *, settings: LayerSettings, layer: int) -> jax.Array:
     """See `DecodeKernels`."""
     normed = rms_norm(x, weights.post_norm[layer], settings.epsilon)
     gate, up = (project(normed, matrix).astype(jnp.float32) for matrix in layer_of(weights.gate_up, layer))
     return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
-def down(activated: jax.Array, weights: "LayerWeights", residual: jax.Array | None, *, layer: int) -> jax.Array:
+def down(activated: jax.Array, weights: LayerWeights, residual: jax.Array | None, *, layer: int) -> jax.Array:
     """See `DecodeKernels`."""
     product = project(activated, layer_of(weights.down, layer))
     return product if residual is None else residual + product
 
 
 def routed_experts(
-    x: jax.Array, weights: "LayerWeights", batch: "DecodeBatch", *, settings: "LayerSettings", layer: int
+    x: jax.Array, weights: LayerWeights, batch: DecodeBatch, *, settings: LayerSettings, layer: int
 ) -> tuple[jax.Array, jax.Array]:
     """Normalizes x [B, D] by post_norm and chooses experts by the router.
 
     Returns:
       What the experts add to x, and the choices [B, k], -1 for padding.
     """
-    assert weights.router is not None
+    assert weights.router is not None and settings.router is not None
     normed, router = rms_norm(x, weights.post_norm[layer], settings.epsilon), weights.router[layer]
-    scores = jnp.einsum("td,ed->te", normed, router, precision="highest", preferred_element_type=jnp.float32)
-    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), settings.num_chosen)
-    if settings.is_normalized:
-        shares /= jnp.sum(shares, axis=-1, keepdims=True)
-    chosen = jnp.where(batch.positions[:, None] < 0, -1, chosen)
+    routing = route(normed, router, settings.router, batch.positions)
     stacks = ExpertWeights(weights.gate_up, weights.down)
-    routing = Routing(chosen, shares)
-    return expert_reference.experts(normed, stacks, routing, layer=layer, num_experts=router.shape[0]), chosen
+    output = expert_reference.experts(normed, stacks, routing, layer=layer, num_experts=router.shape[0])
+    return output, routing.experts
 
 
 def decode_layers(
     x: jax.Array,
-    weights: "LayerWeights",
+    weights: LayerWeights,
     cache: jax.Array,
-    batch: "DecodeBatch",
+    batch: DecodeBatch,
     inverse_frequencies: jax.Array,
     *,
-    settings: "LayerSettings",
+    settings: LayerSettings,
     layers: range | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """See `DecodeKernels`."""
@@ -151,12 +146,12 @@ def decode_layers(
 
 def prompt_layers(
     x: jax.Array,
-    weights: "LayerWeights",
+    weights: LayerWeights,
     cache: jax.Array,
-    batch: "PagedBatch",
+    batch: PagedBatch,
     inverse_frequencies: jax.Array,
     *,
-    settings: "LayerSettings",
+    settings: LayerSettings,
     layers: range | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `DecodeKernels`. Here, a layer writes all keys and values before any token attends."""

@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from meshserve.kernels.linear import Matrix, QuantisedMatrix, to_fp8
+from meshserve.kernels.linear import E4M3, Matrix, QuantizedMatrix, to_fp8
+from meshserve.kernels.linear.formats import SCALE
 
 from . import ExpertWeights, Routing
 
@@ -32,6 +33,7 @@ class Case:
     skew: float = 0.0
     num_layers: int = 2
     dtype: str = "float32"
+    is_zero: bool = False  # no token chose an expert of the block, so that the output holds nothing but zeros
     is_fp8: bool = False  # the weights are 8-bit floats with a scale for each block of 128 x 128
 
     @property
@@ -45,9 +47,9 @@ CASES = (
     Case(name="every-expert", num_tokens=9, num_experts=4),
     Case(name="skewed", num_tokens=200, skew=2.0),
     Case(name="padding", num_tokens=33, padding=3),
-    Case(name="all-padding", num_tokens=8, padding=1),
+    Case(name="all-padding", num_tokens=8, padding=1, is_zero=True),
     Case(name="a-block-of-experts", num_tokens=70, first_expert=4, block_experts=4),
-    Case(name="a-block-that-nobody-chose", num_tokens=2, num_chosen=1, first_expert=15, block_experts=1),
+    Case(name="a-block-that-nobody-chose", num_tokens=2, num_chosen=1, first_expert=15, block_experts=1, is_zero=True),
     Case(name="broken-lanes", num_tokens=40, mlp=96),
     Case(name="several-blocks", num_tokens=40, embed=256, mlp=384),
     Case(name="128-experts", num_tokens=64, num_experts=128, num_chosen=8, mlp=32),
@@ -85,7 +87,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         grid = (*sizes[:-2], sizes[-2] // _FP8_BLOCK, sizes[-1] // _FP8_BLOCK)
         scale = 2.0 ** rng.uniform(-1, 1, grid).astype(np.float32) / 100
         of_each = np.repeat(np.repeat(scale, _FP8_BLOCK, axis=-2), _FP8_BLOCK, axis=-1)
-        return QuantisedMatrix(to_fp8(jnp.asarray(values / of_each)), jnp.asarray(scale))
+        return QuantizedMatrix(E4M3, to_fp8(jnp.asarray(values / of_each)), {SCALE: jnp.asarray(scale)})
 
     x = rng.standard_normal((case.num_tokens, case.embed), np.float32)
     experts = choices(case, rng) - case.first_expert

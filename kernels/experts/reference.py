@@ -1,18 +1,16 @@
 """The meaning of the experts: every expert computes every token, and each token adds up those it chose."""
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
+from meshserve.kernels.implementation import Cost
 from meshserve.kernels.linear import layer_of
 
-if TYPE_CHECKING:
-    from . import ExpertWeights, Routing
+from .contract import ExpertShapes, ExpertsImplementation, ExpertStep, ExpertWeights, Routing
 
 
 def experts(
-    x: jax.Array, weights: "ExpertWeights", routing: "Routing", *, layer: int | jax.Array, num_experts: int
+    x: jax.Array, weights: ExpertWeights, routing: Routing, *, layer: int | jax.Array, num_experts: int
 ) -> jax.Array:
     """See `Experts`."""
     gate_up, down = layer_of(weights.gate_up, layer), layer_of(weights.down, layer)
@@ -24,3 +22,16 @@ def experts(
     )
     outputs = jnp.where(shares[:, :, None] == 0.0, 0.0, shares[:, :, None] * outputs)
     return jnp.sum(outputs, axis=1).astype(x.dtype)
+
+
+def cost(shapes: ExpertShapes, step: ExpertStep) -> Cost:
+    """Estimates the cost of every expert for every token, in float32."""
+    num_weights = shapes.num_local * shapes.num_weights
+    return Cost(
+        num_bytes=shapes.num_local * shapes.stored_bytes + 8 * num_weights,
+        float32_operations=2.0 * step.num_tokens * num_weights,
+        scratch_bytes=4 * num_weights,
+    )
+
+
+IMPLEMENTATION = ExpertsImplementation(name="reference", experts=experts, cost=cost)

@@ -15,10 +15,10 @@ _MAX_TILE_ROWS = 128  # as wide as the matrix units of a TPU; larger tiles waste
 class Tiles(NamedTuple):
     """N tiles at most, of R rows each; A choices of tokens, T * k."""
 
-    expert: jax.Array  # [N] int32: of each tile; tiles beyond `num_tiles` repeat the last one's
+    expert: jax.Array  # [N] int32: expert of each tile; tiles beyond `num_tiles` repeat the last one's
     num_tiles: jax.Array  # [] int32
-    token: jax.Array  # [N * R] int32: of each row; padding rows have any token
-    row: jax.Array  # [A] int32: of each choice; N * R if it is not computed here
+    token: jax.Array  # [N * R] int32: token of each row; padding rows have any token
+    row: jax.Array  # [A] int32: row of each choice; N * R if it is not computed here
 
     @property
     def tile_rows(self) -> int:
@@ -46,8 +46,8 @@ def arrange(choices: jax.Array, *, num_local: int, num_rows: int) -> Tiles:
     order = jnp.argsort(flat, stable=True)
     in_order = flat[order]
     num_chosen = jnp.sum(flat[:, None] == jnp.arange(num_local), axis=0, dtype=jnp.int32)
-    last_tile = jnp.cumsum(-(-num_chosen // num_rows))  # of each expert, exclusive
-    # Of each expert: its first row in tiles less its first place in order. The last entry is for choices left out.
+    last_tile = jnp.cumsum(-(-num_chosen // num_rows))  # last tile of each expert, exclusive
+    # By expert: its first row in tiles less its first position in order. The last entry is for choices left out.
     shift = num_rows * (last_tile - (-(-num_chosen // num_rows))) - (jnp.cumsum(num_chosen) - num_chosen)
     shift = jnp.append(shift, 0)
     row = jnp.where(in_order < num_local, jnp.arange(num_choices) + shift[in_order], room * num_rows)

@@ -12,30 +12,29 @@ multiply the tokens before a product with 128 rows, those of down the result of 
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from meshserve.kernels.linear import QuantisedMatrix
+from meshserve.kernels.implementation import no_tpu
+from meshserve.kernels.linear import E4M3, QuantizedMatrix
 
+from .contract import ExpertShapes, ExpertsImplementation, ExpertWeights, Routing, least_cost
 from .tiles import add_up, arrange, tile_rows
 
-if TYPE_CHECKING:
-    from . import ExpertWeights, Routing
-
 _LANES = 128
-_BLOCK_BYTES = 2 << 20  # of one matrix of a block: enough for the full bandwidth; six of them are in VMEM
+_BLOCK_BYTES = 2 << 20  # size of one matrix of a block: enough for the full bandwidth; six of them are in VMEM
 _VMEM_BYTES = 48 << 20  # the chip with the least VMEM (TPU7x) has 64 MiB
 _GATE, _UP = 0, 1
 
 
 def experts(
     x: jax.Array,
-    weights: "ExpertWeights",
-    routing: "Routing",
+    weights: ExpertWeights,
+    routing: Routing,
     *,
     layer: int | jax.Array,
     num_experts: int,
@@ -44,11 +43,10 @@ def experts(
     """See `Experts`. `interpret` is passed to `pallas_call`.
 
     Raises:
-      ValueError: the weights are quantised, but not to 8-bit floats in blocks of 128 x 128.
+      ValueError: the weights are quantized, but not to 8-bit floats in blocks of 128 x 128.
     """
-    for matrix in weights.quantised or ():
-        if matrix.is_int4 or matrix.block != (_LANES, _LANES):
-            raise ValueError(f"the experts are {matrix.dtype} in blocks of {matrix.block}. Use moe_backend 'xla'.")
+    if reason := _unsupported(weights):
+        raise ValueError(f"{reason}. Use moe_backend 'xla'.")
     num_local = weights.down.shape[1]
     num_rows = tile_rows(routing.experts.size, num_experts, 32 // x.dtype.itemsize)
     tiles = arrange(routing.experts, num_local=num_local, num_rows=num_rows)
@@ -58,7 +56,32 @@ def experts(
     return add_up(outputs, tiles, routing.weights)
 
 
-interpreted = partial(experts, interpret=True)
+def _unsupported(weights: ExpertWeights) -> str | None:
+    """Returns why the kernel does not support quantized experts, or None if it does."""
+    for matrix in weights.quantized or ():
+        if matrix.format != E4M3 or matrix.block != (_LANES, _LANES):
+            return f"the experts are {matrix.format.name} in blocks of {matrix.block}"
+    return None
+
+
+def _unsupported_shapes(shapes: ExpertShapes) -> str | None:
+    return _unsupported(shapes.weights)
+
+
+IMPLEMENTATION = ExpertsImplementation(
+    name="tpu",
+    unsupported_device=no_tpu,
+    unsupported_shapes=_unsupported_shapes,
+    automatic_on=("tpu",),
+    experts=experts,
+    cost=least_cost,
+)
+INTERPRETED = ExpertsImplementation(
+    name="tpu_interpreted",
+    unsupported_shapes=_unsupported_shapes,
+    experts=partial(experts, interpret=True),
+    cost=least_cost,
+)
 
 
 def block_columns(embed_dim: int, mlp_dim: int, itemsize: int) -> int:
@@ -71,7 +94,7 @@ def block_columns(embed_dim: int, mlp_dim: int, itemsize: int) -> int:
 
 def _tiles_through_experts(
     rows: jax.Array,
-    weights: "ExpertWeights",
+    weights: ExpertWeights,
     arguments: tuple[jax.Array, jax.Array],
     num_tiles: jax.Array,
     num_rows: int,
@@ -79,9 +102,9 @@ def _tiles_through_experts(
 ) -> jax.Array:
     """Returns each row after its tile's expert, [N * R, D]. `arguments`: the layer, and the expert of each tile."""
     embed_dim, mlp_dim = weights.down.shape[2:]
-    if weights.quantised is not None:
-        return _tiles_through_fp8(rows, weights.quantised, arguments, num_tiles, num_rows, interpret)
-    assert not isinstance(weights.down, QuantisedMatrix)
+    if weights.quantized is not None:
+        return _tiles_through_fp8(rows, weights.quantized, arguments, num_tiles, num_rows, interpret)
+    assert not isinstance(weights.down, QuantizedMatrix)
     columns = block_columns(embed_dim, mlp_dim, rows.dtype.itemsize)
     # A dimension of broken lanes is not the last one on a TPU: XLA keeps such a matrix transposed, without padding.
     is_transposed = mlp_dim % _LANES != 0
@@ -121,7 +144,7 @@ def _tiles_through_experts(
 
 def _tiles_through_fp8(
     rows: jax.Array,
-    weights: tuple[QuantisedMatrix, QuantisedMatrix],
+    weights: tuple[QuantizedMatrix, QuantizedMatrix],
     arguments: tuple[jax.Array, jax.Array],
     num_tiles: jax.Array,
     num_rows: int,

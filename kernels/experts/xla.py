@@ -1,27 +1,29 @@
 """Experts with XLA's own products, for backends without a kernel: a loop over tiles, each with one expert.
 
 The loop ends with the last tile that has tokens, so experts that no token chose are not read. XLA's `ragged_dot` is no
-alternative there: on CPUs and GPUs it multiplies every token by every expert. Quantised experts are dequantised tile by
+alternative there: on CPUs and GPUs it multiplies every token by every expert. Quantized experts are dequantized tile by
 tile.
 """
 
-from typing import TYPE_CHECKING
+import math
 
 import jax
 import jax.numpy as jnp
 
+from meshserve.kernels.implementation import Cost
 from meshserve.kernels.linear import layer_of
 
+from .contract import ExpertShapes, ExpertsImplementation, ExpertStep, ExpertWeights, Routing
 from .tiles import add_up, arrange, tile_rows
 
-if TYPE_CHECKING:
-    from . import ExpertWeights, Routing
-
 _LEAST_TILE_ROWS = 8
+# On a GPU, a loop whose end the device knows is in no graph: the host launches the kernels of every tile (about ten,
+# with the copy by which it learns whether there is another) and waits for each.
+_LAUNCHES_PER_TILE = 10
 
 
 def experts(
-    x: jax.Array, weights: "ExpertWeights", routing: "Routing", *, layer: int | jax.Array, num_experts: int
+    x: jax.Array, weights: ExpertWeights, routing: Routing, *, layer: int | jax.Array, num_experts: int
 ) -> jax.Array:
     """See `Experts`."""
     _, num_local, embed_dim, mlp_dim = weights.down.shape
@@ -44,3 +46,19 @@ def experts(
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiplies x [T, in] by the transpose of weight [out, in]."""
     return jnp.einsum("ti,oi->to", x, weight, precision="highest" if x.dtype == jnp.float32 else None)
+
+
+def cost(shapes: ExpertShapes, step: ExpertStep) -> Cost:
+    """Estimates the cost on a GPU: each tile copies its expert out of the stack, in the dtype of the tokens."""
+    num_rows = tile_rows(math.ceil(step.num_choices), step.num_experts, _LEAST_TILE_ROWS)
+    num_tiles = min(step.num_choices, step.num_read + step.num_choices / num_rows)
+    copied_bytes = shapes.num_weights * shapes.dtype.itemsize
+    return Cost(
+        num_bytes=num_tiles * (shapes.stored_bytes + 2 * copied_bytes),
+        operations=2.0 * num_tiles * num_rows * shapes.num_weights,
+        num_launches=_LAUNCHES_PER_TILE * num_tiles,
+        scratch_bytes=copied_bytes,
+    )
+
+
+IMPLEMENTATION = ExpertsImplementation(name="xla", automatic_on=("cpu", "gpu", "tpu"), experts=experts, cost=cost)

@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from .matrix import FP8, FP8_MAX, SYMMETRIC_ZERO, Matrix, QuantisedMatrix
+from .formats import E4M3, FP8, FP8_MAX, INT4, SCALE, SYMMETRIC_ZERO, ZERO
+from .matrix import Matrix, QuantizedMatrix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Case:
     leading: tuple[int, ...] = ()
     rows: int = 256
     columns: int = 256
-    dtype: str = "float32"  # of the activations
+    dtype: str = "float32"  # dtype of the activations
 
 
 CASES = (
@@ -84,20 +85,22 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     scale = jnp.asarray(2.0 ** rng.uniform(-8, -4, grid), case.scale_dtype)
     if case.kind == "fp8":
         data = np.clip(rng.standard_normal(shape) * 100, -FP8_MAX, FP8_MAX).astype(np.float32).astype(FP8)
-        return Inputs(x, QuantisedMatrix(jnp.asarray(data), scale))
+        return Inputs(x, QuantizedMatrix(E4M3, jnp.asarray(data), {SCALE: scale}))
     data = rng.integers(0, 256, (*shape[:-1], case.columns // 2), np.uint8)
-    zero = jnp.asarray(rng.integers(0, 16, grid, np.uint8)) if case.kind == "int4-zero" else None
-    return Inputs(x, QuantisedMatrix(jnp.asarray(data), scale, zero))
+    grids = {SCALE: scale}
+    if case.kind == "int4-zero":
+        grids[ZERO] = jnp.asarray(rng.integers(0, 16, grid, np.uint8))
+    return Inputs(x, QuantizedMatrix(INT4, jnp.asarray(data), grids))
 
 
 def exact_matrix(weight: Matrix) -> np.ndarray:
     """Returns the matrix [..., N, K] in float64, element by element as the contract describes it."""
-    if not isinstance(weight, QuantisedMatrix):
+    if not isinstance(weight, QuantizedMatrix):
         return np.asarray(weight).astype(np.float64)
     data, scale = np.asarray(weight.data), np.asarray(weight.scale).astype(np.float64)
     rows, columns = weight.block
     scale = np.repeat(np.repeat(scale, rows, axis=-2), columns, axis=-1)
-    if not weight.is_int4:
+    if weight.format == E4M3:
         return data.astype(np.float64) * scale
     values = np.empty(weight.shape)
     values[..., 0::2], values[..., 1::2] = data % 16, data // 16
@@ -119,6 +122,6 @@ def rounded_activations(x: np.ndarray, columns: int) -> np.ndarray:
 def expected(inputs: Inputs, *, is_fp8: bool = False) -> np.ndarray:
     """Returns the product in float64; with `is_fp8`, of rounded activations if the matrix is FP8."""
     x, weight = np.asarray(inputs.x).astype(np.float64), inputs.weight
-    if is_fp8 and isinstance(weight, QuantisedMatrix) and not weight.is_int4:
+    if is_fp8 and isinstance(weight, QuantizedMatrix) and weight.format == E4M3:
         x = rounded_activations(np.asarray(inputs.x), weight.block[1])
     return x @ exact_matrix(weight).reshape(-1, x.shape[1]).T

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import P2PGroup, P2POperations
+from .contract import P2PGroup, P2POperations
 
 _NUM_SUMS = 100  # for each size
 _KILOBYTES = (4, 512, 4096)  # array sizes; the last one takes two shots

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from . import P2PGroup
+    from .contract import P2PGroup
 
 
 def p2p_all_reduce(x: jax.Array, p2p: "P2PGroup") -> jax.Array:

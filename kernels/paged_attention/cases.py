@@ -35,6 +35,11 @@ class Case:
     num_padding_requests: int = 0
 
     @property
+    def is_zero(self) -> bool:
+        """Whether all tokens are padding, so that the output holds nothing but zeros."""
+        return not any(num_tokens for num_tokens, _ in self.requests)
+
+    @property
     def num_kv_tokens(self) -> int:
         return sum(total for _, total in self.requests)
 

@@ -1,7 +1,7 @@
 """Attention over a context whose tokens are divided among several devices, each of which computes its part.
 
-Of N devices, device r holds the tokens at positions r, r + N, r + 2 N, ... of every request, each at the place of
-position // N. So a page of S tokens is S / N rows on each device, under the same number. A query at position p sees the
+With N devices, device r holds the tokens at positions r, r + N, r + 2 N, ... of every request, each at position // N.
+ So a page of S tokens is S / N rows on each device, under the same number. A query at position p sees the
 first (p - r) // N + 1 of a device's rows. Queries at consecutive positions therefore do not see consecutive numbers of
 rows, as the kernels require of a request, but every N-th does: `by_remainder` reorders the tokens of a step so that
 each request becomes N requests in which they do.

@@ -1,8 +1,9 @@
-"""Splits the GPU kernel's work into tiles of consecutive tokens of a request, and the keys of long contexts into parts.
+"""Splits the GPU kernels' work into tiles of consecutive tokens of a request, and the keys of long contexts into parts.
 
 The plan is computed on the device with plain jax.numpy, once per step: XLA recognizes that all layers share it.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,41 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from . import PagedBatch
 
-_BLOCK_KEYS = 128  # the kernel processes a part's keys in blocks of this size
+_BLOCK_KEYS = 128  # a part has a multiple of this number of keys
 _LEAST_BLOCKS = 4  # minimum blocks per part, because merging parts takes as long as a few blocks
-_MULTIPROCESSORS = 132  # of an H100 and an H200; with other counts, work is divided less evenly
+HOPPER_MULTIPROCESSORS = 132  # in an H100 and an H200; with other counts, work is divided less evenly
 
 
-def count_shares(*, kv_heads: int, max_keys: int) -> int:
-    """Returns the number of multiprocessors that share a kv head's work, or 0 if no context is long enough to split."""
-    return _MULTIPROCESSORS // kv_heads if max_keys >= 2 * _LEAST_BLOCKS * _BLOCK_KEYS else 0
+def split_work(
+    batch: "PagedBatch",
+    *,
+    heads: Sequence[int],
+    page_size: int,
+    tile_rows: int,
+    num_blocks: int = HOPPER_MULTIPROCESSORS,
+) -> tuple[jax.Array, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """Returns the table of a step's work, and the shapes of the memory for partial results and counters.
+
+    Args:
+      batch: The tokens of the step.
+      heads: KV heads, query heads per KV head, head dim.
+      page_size: Tokens of a page.
+      tile_rows: Rows of a kernel's tile: tokens times query heads per KV head.
+      num_blocks: Thread blocks that run at the same time.
+    """
+    (kv_heads, group, head_dim), num_tokens = heads, batch.positions.shape[0]
+    tile_tokens = tile_rows // group
+    num_shares = count_shares(kv_heads=kv_heads, max_keys=batch.page_table.shape[1] * page_size, num_blocks=num_blocks)
+    num_slots = most_slots(num_shares)
+    unmerged = (num_slots, kv_heads, min(num_tokens, tile_tokens) * group, head_dim + 4)
+    num_counters = max(1 + num_slots * kv_heads * 2, 2 * num_tokens)  # see `operands` for the second size
+    scratch = jax.ShapeDtypeStruct(unmerged, jnp.float32), jax.ShapeDtypeStruct((num_counters,), jnp.int32)
+    return plan_parts(batch, tile_tokens=tile_tokens, num_shares=num_shares), scratch
+
+
+def count_shares(*, kv_heads: int, max_keys: int, num_blocks: int = HOPPER_MULTIPROCESSORS) -> int:
+    """Returns the number of thread blocks that share a kv head's work, or 0 if no context is long enough to split."""
+    return num_blocks // kv_heads if max_keys >= 2 * _LEAST_BLOCKS * _BLOCK_KEYS else 0
 
 
 def most_slots(num_shares: int) -> int:
@@ -29,7 +57,7 @@ def most_slots(num_shares: int) -> int:
 
 @partial(jax.jit, static_argnames=("tile_tokens", "num_shares"))
 def plan_parts(batch: "PagedBatch", *, tile_tokens: int, num_shares: int) -> jax.Array:
-    """Returns the table of parts that the kernel works through.
+    """Returns the table of parts that the kernel processes.
 
     A share is one multiprocessor's part of the whole step's keys. A tile with at least 1.5 shares of keys is split into
     as many parts as it has whole shares, but at least two. Parts with more blocks of keys come first; unused rows (all

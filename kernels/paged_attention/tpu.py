@@ -17,19 +17,20 @@ The cache may hold 8-bit floats, which are converted to the dtype of q after the
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from meshserve.kernels.implementation import no_tpu
+
+from . import tpu_write
+from .contract import AttentionImplementation, AttentionShapes, PagedBatch, least_cost
 from .tpu_body import Kernel, Ref, Scratch, Tiling
 
-if TYPE_CHECKING:
-    from . import PagedBatch
-
-_LANES = 128  # of the last dimension of an array that copies can address
+_LANES = 128  # multiple at which copies can address the last dimension of an array
 _VMEM_BYTES = 48 << 20  # scratch and what the compiler adds; the chip with the least VMEM (TPU7x) has 64 MiB
 
 
@@ -59,7 +60,7 @@ class Options(TypedDict, total=False):
     interpret: Any  # passed to `pallas_call`
 
 
-def paged_attention(q: jax.Array, cache: jax.Array, batch: "PagedBatch", **options: Unpack[Options]) -> jax.Array:
+def paged_attention(q: jax.Array, cache: jax.Array, batch: PagedBatch, **options: Unpack[Options]) -> jax.Array:
     """See `PagedAttention`.
 
     Raises:
@@ -69,7 +70,7 @@ def paged_attention(q: jax.Array, cache: jax.Array, batch: "PagedBatch", **optio
 
 
 def partial_attention(
-    q: jax.Array, cache: jax.Array, batch: "PagedBatch", **options: Unpack[Options]
+    q: jax.Array, cache: jax.Array, batch: PagedBatch, **options: Unpack[Options]
 ) -> tuple[jax.Array, jax.Array]:
     """See `PartialAttention`; otherwise as `paged_attention`."""
     attended, sums = _attend(q, cache, batch, has_sums=True, **options)
@@ -79,7 +80,7 @@ def partial_attention(
 def _attend(
     q: jax.Array,
     cache: jax.Array,
-    batch: "PagedBatch",
+    batch: PagedBatch,
     *,
     layer: int | jax.Array,
     scale: float,
@@ -124,13 +125,18 @@ def check_shapes(*, head_dim: int, page_size: int, dtype: jnp.dtype) -> None:
     Raises:
       ValueError: it cannot; the message says what is supported.
     """
+    if reason := _untileable(head_dim=head_dim, page_size=page_size, dtype=dtype):
+        raise ValueError(f"{reason}.")
+
+
+def _untileable(*, head_dim: int, page_size: int, dtype: jnp.dtype) -> str | None:
+    """Returns why Mosaic cannot tile pages of this shape, or None if it can."""
     rows = 32 // jnp.dtype(dtype).itemsize  # rows of a hardware tile
     if head_dim not in (64, 128):
-        raise ValueError(f"head_dim is {head_dim}; the TPU kernel supports 64 and 128.")
+        return f"head_dim is {head_dim}; the TPU kernel supports 64 and 128"
     if page_size % rows or page_size > 256:
-        raise ValueError(
-            f"page_size is {page_size}; the TPU kernel supports multiples of {rows} up to 256 in {jnp.dtype(dtype)}."
-        )
+        return f"page_size is {page_size}; the TPU kernel supports multiples of {rows} up to 256 in {jnp.dtype(dtype)}"
+    return None
 
 
 def _call(  # noqa: PLR0913  operands of the kernel, and the shapes of its results
@@ -229,5 +235,26 @@ def _power_below(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
-interpreted = partial(paged_attention, interpret=pltpu.InterpretParams())
-partial_interpreted = partial(partial_attention, interpret=pltpu.InterpretParams())
+def _unsupported_shapes(shapes: AttentionShapes) -> str | None:
+    return _untileable(head_dim=shapes.head_dim, page_size=shapes.page_size, dtype=shapes.cache_dtype)
+
+
+IMPLEMENTATION = AttentionImplementation(
+    name="tpu",
+    unsupported_device=no_tpu,
+    unsupported_shapes=_unsupported_shapes,
+    automatic_on=("tpu",),
+    attend=paged_attention,
+    attend_part=partial_attention,
+    write=tpu_write.write_kv,
+    cost=least_cost,
+)
+
+_INTERPRET = pltpu.InterpretParams()
+INTERPRETED = AttentionImplementation(
+    name="tpu_interpreted",
+    attend=partial(paged_attention, interpret=_INTERPRET),
+    attend_part=partial(partial_attention, interpret=_INTERPRET),
+    write=partial(tpu_write.write_kv, interpret=_INTERPRET),
+    cost=least_cost,
+)

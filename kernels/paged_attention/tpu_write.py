@@ -6,17 +6,15 @@ of 512 tokens reads and writes at most 33 tiles, not 512.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .contract import PagedBatch
 from .storage import to_cache
-
-if TYPE_CHECKING:
-    from . import PagedBatch
 
 Ref = Any  # a Pallas reference, whose type has no public name
 
@@ -24,7 +22,7 @@ _BLOCK_BYTES = 1 << 20  # size of the tiles in VMEM at a time, without padding
 
 
 def write_kv(
-    cache: jax.Array, k: jax.Array, v: jax.Array, batch: "PagedBatch", *, layer: int | jax.Array, interpret: Any = False
+    cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *, layer: int | jax.Array, interpret: Any = False
 ) -> jax.Array:
     """See `WriteKV`. `interpret` is passed to `pallas_call`."""
     page_size = cache.shape[4]
@@ -126,6 +124,3 @@ def _write(  # noqa: PLR0913  references that Pallas passes
     jax.lax.fori_loop(0, count, insert, None)
     jax.lax.fori_loop(0, count, write, None)
     wait(sems.at[1])  # before the next block reads, because it may begin in a tile of this block
-
-
-interpreted = partial(write_kv, interpret=pltpu.InterpretParams())

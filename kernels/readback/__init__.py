@@ -5,13 +5,12 @@ those of that number. An implementation serves programs of one device. Without o
 copied like any array of the device.
 """
 
-from typing import Protocol
+from meshserve.kernels.implementation import in_order
 
-import jax
+from . import cuda
+from .contract import ReadbackImplementation, TokenReadback
 
+__all__ = ["IMPLEMENTATIONS", "ReadbackImplementation", "TokenReadback"]
 
-class TokenReadback(Protocol):
-    """The part of a program."""
-
-    def __call__(self, tokens: jax.Array, step_number: jax.Array) -> jax.Array:
-        """Returns the tokens [B] int32, and writes them to pinned host memory if `step_number` [1] int32 is not 0."""
+# In order of preference.
+IMPLEMENTATIONS = in_order(cuda.IMPLEMENTATION)

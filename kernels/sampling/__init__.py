@@ -6,35 +6,20 @@ tokens that remain, and each keeps or drops equal logits together. One key per r
 the smallest key that is kept.
 """
 
-from typing import Protocol
-
 import jax
 
-from . import gpu
+from meshserve.kernels.implementation import Device, choose, in_order
 
+from . import cuda
+from .contract import FindThreshold, SamplingImplementation
 
-class FindThreshold(Protocol):
-    """The interface of an implementation."""
+__all__ = ["IMPLEMENTATIONS", "FindThreshold", "SamplingImplementation", "implementation"]
 
-    def __call__(
-        self, logits: jax.Array, *, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
-    ) -> jax.Array:
-        """Returns each request's threshold. `runtime.api.sampling_params.SamplingParams` describes the parameters.
-
-        Args:
-          logits: [B, V] float32.
-          temperature: [B] float32.
-          top_k: [B] int32; 0 is off.
-          top_p: [B] float32; 1 is off.
-          min_p: [B] float32; 0 is off.
-
-        Returns:
-          [B] uint32. Tokens with this key or a larger one are kept; 0 keeps all, as for requests of temperature 0.
-        """
-        ...
+# In order of preference; without any of them, steps search with operations of XLA (runtime.program.sampling).
+IMPLEMENTATIONS = in_order(cuda.IMPLEMENTATION)
 
 
 def implementation(device: jax.Device, vocab_size: int) -> FindThreshold | None:
     """Returns the kernel for a device and vocabulary size, or None if there is none."""
-    is_there = gpu.unavailable_reason(device) is None and vocab_size <= gpu.MAX_VOCAB
-    return gpu.find_threshold if is_there else None
+    found = choose(IMPLEMENTATIONS, Device.of(device), vocab_size, is_present=True).implementation
+    return None if found is None else found.find_threshold

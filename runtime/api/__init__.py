@@ -1,1 +1,4 @@
-"""Data types and interfaces shared by all packages: requests, options, errors, and the codec of public messages."""
+"""What do all packages talk about?
+
+Requests, sampling parameters, tenants, errors, the engine's interface, and the codec of public messages.
+"""

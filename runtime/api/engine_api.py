@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .adapters import AdapterCatalog, AdapterInfo
 from .errors import NEEDS_TOKENIZER, InvalidRequestError, UnavailableFeatureError, WrongTaskError
-from .model_config import GENERATE
 from .request import FinishReason, Load, Output, RequestOptions
 from .sampling_params import SamplingParams, Stage, params_at, params_table
+from .tasks import GENERATE
 
 if TYPE_CHECKING:
     from ..text.grammar import Grammar
@@ -21,12 +22,16 @@ if TYPE_CHECKING:
 Deliver = Callable[[Sequence[Output]], None]
 
 
-class Engine(Protocol):
+class EngineApi(Protocol):
     """Generates tokens. Every method returns immediately and may be called from any thread."""
 
     @property
     def failure(self) -> str | None:
         """Why the engine failed; None while it is healthy. Set before the resulting outputs are delivered."""
+
+    @property
+    def adapters(self) -> AdapterCatalog:
+        """The adapters that requests may name."""
 
     def check_room(self, tenant: str = "", weight: float = 1.0) -> None:
         """Checks quickly, before a request has been parsed, that the queue has room for one more of this tenant.
@@ -49,6 +54,8 @@ class Engine(Protocol):
 
         Raises:
           InvalidRequestError: The request can never be served.
+          UnknownAdapterError, AdaptersOffError: It names an adapter that is not loaded.
+          AdapterChangedError: Its adapter has another digest than it asks for.
           QueueFullError: The queue is full.
           EngineStoppedError: The engine is stopping or has failed.
         """
@@ -119,6 +126,13 @@ class ModelInfo:
     embedding_dimensions: int = 0
     draft_tokens: int = 0
     draft_model: str = ""
+    adapters: tuple[AdapterInfo, ...] = ()  # with the fields that a caller may know; see `proto_codec.model_info`
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which requests may ask for the model: its own, and the last part of one like Qwen/Qwen3-8B."""
+        short = self.name.rpartition("/")[2]
+        return (self.name, short) if short not in ("", self.name) else (self.name,)
 
     @property
     def size(self) -> str:

@@ -32,6 +32,10 @@ class InvalidRequestError(MeshserveError):
         self.field = field
 
 
+class TextTooLongError(InvalidRequestError):
+    """A text has more characters than any tokens of the context can have."""
+
+
 class QueueFullError(MeshserveError):
     """The queue of the server is full. `retry_seconds` suggests when to retry."""
 
@@ -46,6 +50,10 @@ class DeadlineError(MeshserveError):
 
 class AbortedError(MeshserveError):
     """The caller has aborted the request."""
+
+
+class UnfinishedError(MeshserveError):
+    """A request could not be finished, and others can: `FinishReason.ERROR`. The message contains the reason."""
 
 
 class EngineStoppedError(MeshserveError):
@@ -73,5 +81,37 @@ class WrongTaskError(MeshserveError):
     """The model that the server serves has another task than the method needs."""
 
 
+class UnknownMethodError(MeshserveError):
+    """The server has no such RPC; a newer version may have."""
+
+
 class UnavailableFeatureError(MeshserveError):
     """The server was started without the requested feature, or cannot provide it in its current state."""
+
+
+class AdapterError(MeshserveError):
+    """A request or a method cannot have the adapter (LoRA) that it names; each subclass has its own status."""
+
+
+class UnknownAdapterError(AdapterError):
+    """There is no adapter of that name."""
+
+
+class InvalidAdapterError(AdapterError):
+    """An adapter is damaged, does not fit the served model, or needs something that is not implemented."""
+
+
+class AdapterExistsError(AdapterError):
+    """There is an adapter of that name with another content."""
+
+
+class AdapterRoomError(AdapterError):
+    """The host memory for adapters is full."""
+
+
+class AdapterChangedError(AdapterError):
+    """The adapter of that name has another content than the request asks for."""
+
+
+class AdaptersOffError(AdapterError):
+    """The server was started without adapters."""

@@ -6,10 +6,11 @@ The dataclasses have the field names of the messages, so most fields are copied 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from meshserve.protos import inference_pb2 as pb
 
+from .adapters import AdapterInfo
 from .constraint import CONSTRAINT_KINDS, Constraint
 from .engine_api import ModelInfo
 from .errors import InvalidRequestError
@@ -26,7 +27,10 @@ _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
     }
 )
 
-AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # both have the same fields
+_OPERATORS_FIELDS = ("path", "num_bytes", "is_on_device")  # of an adapter: where it lies, and who used it last
+
+AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # both have the fields that an output has
+Kind = TypeVar("Kind", pb.GenerateResponse, pb.ChatResponse)
 
 
 def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
@@ -83,14 +87,14 @@ def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_second
     Raises:
       InvalidRequestError: A value is out of range.
     """
-    names: tuple[Any, ...] = ("priority", "cache_salt", "n")
+    names: tuple[Any, ...] = ("priority", "cache_salt", "n", "adapter", "adapter_digest")
     sent = {name: getattr(message, name) for name in names if message.HasField(name)}
     return RequestOptions(timeout_seconds=timeout_seconds, **sent)
 
 
 def pooling_options(message: pb.EmbedRequest | pb.ScoreRequest | pb.RerankRequest) -> RequestOptions:
     """Converts the options of a request for embeddings or scores. Raises as `request_options`."""
-    names: tuple[Any, ...] = ("priority", "cache_salt")
+    names: tuple[Any, ...] = ("priority", "cache_salt", "adapter")
     return RequestOptions(**{name: getattr(message, name) for name in names if message.HasField(name)})
 
 
@@ -100,7 +104,7 @@ def conversation(request: pb.ChatRequest) -> pb.Conversation:
     return pb.Conversation(**{field.name: value for field, value in request.ListFields() if field.name in names})
 
 
-def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:
+def answer(kind: type[Kind], output: Output) -> Kind:
     """Converts an output to a message of the response stream."""
     response = kind(text=output.text, token_ids=output.token_ids, index=output.index)
     response.logprobs.extend(map(_token_logprobs, output.logprobs))
@@ -109,7 +113,8 @@ def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:
         names = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
         usage = pb.Usage(**{name: getattr(output, name) for name in names})
         reason = _FINISH_REASONS[output.finish_reason]
-        response.finish.CopyFrom(pb.Finish(reason=reason, message=output.message, usage=usage))
+        spans = [pb.WeightSpan(version=span.version, num_tokens=span.num_tokens) for span in output.weight_spans]
+        response.finish.CopyFrom(pb.Finish(reason=reason, message=output.message, usage=usage, weight_spans=spans))
     return response
 
 
@@ -136,13 +141,37 @@ def finish_reason(value: int) -> FinishReason:
 
 
 def model_info_response(info: ModelInfo) -> pb.GetModelInfoResponse:
-    return pb.GetModelInfoResponse(**dataclasses.asdict(info))
+    """Converts the description of a model. Of its adapters, it leaves out what only operators may know."""
+    values = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    public = [adapter_message(each, info.name) for each in info.adapters]
+    for each in public:
+        for name in _OPERATORS_FIELDS:
+            each.ClearField(name)
+    return pb.GetModelInfoResponse(**values | {"adapters": public})
 
 
 def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
+    """Converts the answer of a server."""
     values = {field.name: getattr(response, field.name) for field in dataclasses.fields(ModelInfo)}
     default_sampling = {field.name: value for field, value in response.default_sampling.ListFields()}
-    return ModelInfo(**values | {"eos_token_ids": tuple(response.eos_token_ids), "default_sampling": default_sampling})
+    adapters = tuple(map(adapter_info, response.adapters))
+    return ModelInfo(
+        **values
+        | {"eos_token_ids": tuple(response.eos_token_ids), "default_sampling": default_sampling, "adapters": adapters}
+    )
+
+
+def adapter_message(info: AdapterInfo, parent: str) -> pb.Adapter:
+    """Converts the description of an adapter of the model `parent`, with what only operators may know."""
+    return pb.Adapter(
+        parent=parent, **{field.name: getattr(info, field.name) for field in dataclasses.fields(AdapterInfo)}
+    )
+
+
+def adapter_info(message: pb.Adapter) -> AdapterInfo:
+    """Converts a description of an adapter."""
+    values = {field.name: getattr(message, field.name) for field in dataclasses.fields(AdapterInfo)}
+    return AdapterInfo(**values | {"targets": tuple(message.targets)})
 
 
 def load_response(load: Load) -> pb.GetLoadResponse:

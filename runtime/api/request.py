@@ -8,13 +8,14 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from .adapters import AdapterInfo
 from .errors import InvalidRequestError
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..drafting.drafter import Drafter
+    from ..scheduler.drafts.drafter import Drafter
 
 MAX_PRIORITY = 100
 MAX_CACHE_SALT_CHARS = 256
@@ -31,6 +32,13 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"  # the caller disconnected or cancelled it
     DEADLINE = "deadline"  # the caller's deadline passed
     ERROR = "error"  # an error occurred; the output contains the message
+
+
+class WeightSpan(NamedTuple):
+    """Consecutive output tokens of a sample that were computed with one version of the weights."""
+
+    version: str
+    num_tokens: int
 
 
 class TokenLogprobs(NamedTuple):
@@ -57,7 +65,9 @@ class RequestOptions:
     cache_salt: str = ""  # only requests with the same salt share pages
     n: int = 1  # number of samples of the prompt; sample i is drawn like a request with seed + i
     tenant: str = ""  # whose share of slots and pages it takes; set by the server
-    weight: float = 1.0  # of that tenant
+    weight: float = 1.0  # the tenant's weight
+    adapter: str = ""  # name of a loaded adapter (LoRA); empty is the model itself
+    adapter_digest: str = ""  # that the adapter must have; empty: any
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, got: object, allowed: str) -> None:
@@ -99,6 +109,9 @@ class SchedulingState:
     finish_reason: FinishReason | None = None
     is_blocked: bool = False  # its next token mask has not been computed, so it is in no plan
     is_fetching: bool = False  # pages of it are being copied from host memory, so it is in no plan
+    is_held: bool = False  # it arrived while earlier requests are to end first, so it is in no plan
+    weights_key: bytes = b""  # what `page_keys` begin with; see `Scheduler.begin_weights`
+    adapter_slot: int | None = None  # of its adapter on the devices; None unless it runs with one
     is_admitted: bool = False  # a plan has admitted it to its slot and computes its first tokens there
     drafter: "Drafter | None" = None  # proposes draft tokens
 
@@ -118,7 +131,10 @@ class Request(SchedulingState):
     priority: int = 0  # larger goes first
     cache_salt: str = ""  # only requests with the same salt share pages
     tenant: str = ""  # tenants with unfinished requests share slots and pages
-    weight: float = 1.0  # of the tenant
+    weight: float = 1.0  # the tenant's weight
+    adapter: str = ""  # name of its adapter; empty: none
+    adapter_digest: str = ""  # the content that the name had when the request was accepted; see `AdapterInfo.digest`
+    adapter_info: AdapterInfo | None = None  # that content, which it keeps in host memory until it ends
     arrival_seconds: float = 0.0  # this and the deadline by the clock whose time the scheduler is given
     deadline_seconds: float = math.inf
 
@@ -175,8 +191,9 @@ class Output:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # total since the request began
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache instead of computed
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, if requested
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, beginning with the second one
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for the next prompt tokens, beginning with the second one
+    weight_spans: tuple[WeightSpan, ...] = ()  # of all tokens since the request began, in the last output
     pooled: "np.ndarray | None" = None  # float32, of a model with `ModelConfig.pooling`
 
 

@@ -2,7 +2,7 @@
 
 Decoding of the public messages, the gateway, offline files, validation and packing all read this table. A new
 parameter takes a field here, one in inference.proto and in the client's `SamplingFields`, and the code that applies it:
-a module of `runtime/processors`, or `program/sampling.py`.
+a module of `program/processors`, or `program/sampling.py`.
 """
 
 import dataclasses
@@ -47,6 +47,7 @@ class Param:
       lists_tokens: the items, or keys, are token ids, which must be in the vocabulary.
       stage: where on the device it takes effect; None for parameters that the host applies.
       gateway_name: its name in the messages of `vllm.grpc.engine`; empty if they call it the same.
+      unset: a value that vLLM and Hugging Face write for "off" or "not set", which the default stands for here.
     """
 
     least: float = -math.inf
@@ -58,6 +59,7 @@ class Param:
     lists_tokens: bool = False
     stage: Stage | None = None
     gateway_name: str = ""
+    unset: int | None = None
 
     def check(self, name: str, value: Any) -> None:
         """
@@ -128,7 +130,7 @@ class SamplingParams:
     max_tokens: int | None = _param(None, least=1)
     temperature: float = _param(1.0, least=0, most=100, special="0 is greedy", stage=Stage.SAMPLER)
     # Number of most likely tokens to sample from.
-    top_k: int = _param(0, least=0, special="0 is off", stage=Stage.SAMPLER)
+    top_k: int = _param(0, least=0, special="0 is off", unset=-1, stage=Stage.SAMPLER)
     # Probability that the tokens sampled from add up to.
     top_p: float = _param(1.0, least=0, most=1, excludes_least=True, special="1 is off", stage=Stage.SAMPLER)
     # Least probability of a token, as a fraction of the most likely token's.
@@ -153,10 +155,10 @@ class SamplingParams:
     min_tokens: int = _param(0, least=0, stage=Stage.PROCESSOR)
     # Alternatives reported with each output token's log-probability; None reports nothing.
     logprobs: int | None = _param(None, least=0, most=MAX_LOGPROBS, stage=Stage.LOGPROBS)
-    # Likewise for each prompt token but the first.
+    # The same for each prompt token but the first.
     prompt_logprobs: int | None = _param(None, least=0, most=MAX_LOGPROBS, stage=Stage.LOGPROBS)
     # Seed of the random draws; None lets the engine choose one.
-    seed: int | None = _param(None, least=0, most=MAX_SEED)
+    seed: int | None = _param(None, least=0, most=MAX_SEED, unset=-1)
     # Continue past end tokens to max_tokens; stop strings still end the request.
     ignore_eos: bool = _param(False)
     stop: tuple[str, ...] = _param((), max_items=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS)
@@ -209,6 +211,21 @@ class SamplingParams:
 def params_table() -> Mapping[str, Param]:
     """Every sampling parameter by its name, in the order of `SamplingParams`."""
     return _TABLE
+
+
+def without_unset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns parameters as people write them without those that are None; -1 becomes the default where it is `unset`.
+
+    Other names and values are returned as they are.
+    """
+    found = {}
+    for name, value in given.items():
+        param = _TABLE.get(name)
+        if param is not None and param.unset is not None and type(value) is int and value == param.unset:
+            value = getattr(_DEFAULTS, name)
+        if value is not None:
+            found[name] = value
+    return found
 
 
 def params_at(*stages: Stage) -> tuple[str, ...]:

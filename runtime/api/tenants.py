@@ -8,6 +8,7 @@ The file is TOML:
     max_tokens = 500_000                         # prompt and output tokens of these together; default: no limit
     max_priority = 10                            # largest priority of its requests; default: 0, with "admin" 100
     weight = 2.0                                 # of its share of the server beside other tenants; default: 1
+    adapters = ["search-*", "shared"]            # names or patterns of the adapters it may use; default: all
     tokens = [
       { sha256 = "4f5e...", expires = 2027-01-31T00:00:00Z },   # created by `meshserve token`
     ]
@@ -17,8 +18,8 @@ It contains only digests. Tokens are 32 random bytes, so one round of SHA-256 is
 
 import dataclasses
 import enum
+import fnmatch
 import hashlib
-import ipaddress
 import re
 import secrets
 import tomllib
@@ -29,10 +30,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from meshserve.sharding.guarded_files import Stamp, read_guarded
+
 from .errors import ConfigError
 from .request import MAX_PRIORITY
 from .sampling_params import SamplingParams
 
+MAX_TOKENS_FILE_BYTES = 16 << 20
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -54,7 +58,12 @@ class Tenant:
     max_requests: int | None = None
     max_tokens: int | None = None
     max_priority: int | None = None  # None: any for administrators, 0 for others
-    weight: float = 1.0  # of its share of slots, pages and prefill beside other tenants
+    weight: float = 1.0  # determines its share of slots, pages and prefill
+    adapters: tuple[str, ...] | None = None  # patterns of the names of adapters that it may use; None: all
+
+    def may_use(self, adapter: str) -> bool:
+        """Returns whether its requests may name an adapter. In a pattern, * and ? stand for any characters."""
+        return self.adapters is None or any(fnmatch.fnmatchcase(adapter, pattern) for pattern in self.adapters)
 
     @property
     def priority_limit(self) -> int:
@@ -94,30 +103,47 @@ class Credential:
     expires: datetime | None
 
 
-def read_tokens(path: Path) -> tuple[Credential, ...]:
-    """Returns the credentials of a tokens file.
+class TokensFileError(ConfigError):
+    """A tokens file cannot be used. `stamp` is that of the version with invalid content; None if it is not readable."""
+
+    def __init__(self, message: str, stamp: Stamp | None = None):
+        super().__init__(message)
+        self.stamp = stamp
+
+
+def read_tokens(path: Path) -> tuple[tuple[Credential, ...], Stamp]:
+    """Returns the credentials of a tokens file, and the stamp of the version that they are from.
 
     Raises:
-      ConfigError: The file cannot be read or is not valid; the message names the place.
+      TokensFileError: The file cannot be read or is not valid; the message names the place.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--tokens {path} cannot be read: {error}.") from None
+        content = read_guarded(path, MAX_TOKENS_FILE_BYTES, is_trusted=True)
+    except OSError as error:
+        raise TokensFileError(f"--tokens {path} cannot be read: {error}.") from None
     try:
-        _known(raw, "the file", {"tenants"})
-        credentials = [
-            credential for name, entry in raw.get("tenants", {}).items() for credential in _tenant(name, entry)
-        ]
+        return _parsed(content.data), content.stamp
+    except RecursionError:
+        reason = "its values are nested too deeply"
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--tokens {path}: {error}.") from None
+        reason = str(error).rstrip(".")
+    raise TokensFileError(f"--tokens {path}: {reason}.", content.stamp)
+
+
+def _parsed(data: bytes) -> tuple[Credential, ...]:
+    """
+    Raises:
+      ValueError, TypeError, AttributeError, RecursionError: It is not a valid tokens file.
+    """
+    raw = tomllib.loads(data.decode("utf-8"))
+    _known(raw, "the file", {"tenants"})
+    credentials = [credential for name, entry in raw.get("tenants", {}).items() for credential in _tenant(name, entry)]
     if not credentials:
-        raise ConfigError(f"--tokens {path} holds no token. Create one with `meshserve token`.")
+        raise ValueError("it holds no token. Create one with `meshserve token`")
     num_uses = Counter(credential.digest for credential in credentials)
     for credential in credentials:
         if num_uses[credential.digest] > 1:
-            digest = credential.digest.hex()
-            raise ConfigError(f"--tokens {path}: the token with sha256 {digest} is listed twice; remove one.")
+            raise ValueError(f"the token with sha256 {credential.digest.hex()} is listed twice; remove one")
     return tuple(credentials)
 
 
@@ -131,7 +157,7 @@ def _tenant(name: str, raw: Mapping[str, Any]) -> Iterator[Credential]:
     if not _TENANT_NAME.fullmatch(name):
         raise ValueError(f"tenant {name!r}: a name has 1 to 64 letters, digits, or any of _.-")
     place = f"tenant {name}"
-    _known(raw, place, {"permissions", "max_requests", "max_tokens", "max_priority", "weight", "tokens"})
+    _known(raw, place, {"permissions", "max_requests", "max_tokens", "max_priority", "weight", "adapters", "tokens"})
     bounds = {key: raw.get(key) for key in ("max_requests", "max_tokens")}
     priority, weight = raw.get("max_priority"), raw.get("weight", 1.0)
     if priority is not None and (type(priority) is not int or abs(priority) > MAX_PRIORITY):
@@ -144,7 +170,10 @@ def _tenant(name: str, raw: Mapping[str, Any]) -> Iterator[Credential]:
         if bound is not None and (type(bound) is not int or bound < 1):
             raise ValueError(f"{place}: {key} is {bound!r}; allowed is an integer, 1 or more")
     permissions = frozenset(map(Permission, raw["permissions"])) if "permissions" in raw else ANYBODY.permissions
-    tenant = Tenant(name=name, permissions=permissions, max_priority=priority, weight=float(weight), **bounds)
+    tenant = Tenant(
+        name=name, permissions=permissions, max_priority=priority, weight=float(weight),
+        adapters=_patterns(place, raw.get("adapters")), **bounds,
+    )  # fmt: skip
     for entry in raw.get("tokens", ()):
         _known(entry, f"a token of {place}", {"sha256", "expires"})
         digest, expires = bytes.fromhex(entry.get("sha256", "")), entry.get("expires")
@@ -153,6 +182,17 @@ def _tenant(name: str, raw: Mapping[str, Any]) -> Iterator[Credential]:
         if expires is not None and (not isinstance(expires, datetime) or expires.tzinfo is None):
             raise ValueError(f"a token of {place}: expires is {expires}; allowed is a time with a zone (00:00:00Z)")
         yield Credential(tenant=tenant, digest=digest, expires=expires)
+
+
+def _patterns(place: str, patterns: Any) -> tuple[str, ...] | None:
+    """Returns the patterns of the adapters that a tenant may use; None for all."""
+    if patterns is None:
+        return None
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(
+            f"{place}: adapters is {patterns!r}; allowed is a list of names, in which * stands for any text"
+        )
+    return tuple(patterns)
 
 
 def new_token(tenant: str, *, expires: datetime | None = None) -> tuple[str, str]:
@@ -171,11 +211,3 @@ def new_token(tenant: str, *, expires: datetime | None = None) -> tuple[str, str
 
 def _key(name: str) -> str:
     return f'"{name}"' if "." in name else name
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only callers on this machine can reach the host. An IPv6 address may be in brackets."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,1 +1,4 @@
-"""Python client: synchronous and asyncio APIs, with streams that survive server restarts."""
+"""How does a Python program call a server?
+
+Synchronous and asyncio clients, with streams that survive restarts of a server.
+"""

@@ -23,6 +23,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from ..api import proto_codec
 from ..api.engine_api import ModelInfo
+from ..api.loopback import proxy_options
 from ..api.request import Load
 from . import resume
 from .calls import BALANCED_OPTIONS, CHANNEL_OPTIONS, Options, credentials_from, streamed, streamed_async
@@ -102,8 +103,8 @@ class Client:
     ):
         def channel(options: Options) -> grpc.Channel:
             if credentials is None:
-                return grpc.insecure_channel(target, options=options)
-            return grpc.secure_channel(target, credentials, options=options)
+                return grpc.insecure_channel(target, options=(*options, *proxy_options(target)))
+            return grpc.secure_channel(target, credentials, options=(*options, *proxy_options(target)))
 
         self._channel = channel(BALANCED_OPTIONS if resumes else CHANNEL_OPTIONS)
         # A balanced channel reaches no server that is not ready, and so cannot tell what such a server does.
@@ -157,7 +158,13 @@ class Client:
 
         Args:
           messages: Messages such as `{"role": "user", "content": "..."}`, oldest first. Tool calls of the assistant are
-            written as `{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}`.
+            written as `{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}`, or
+            in OpenAI's form, as are contents in several parts.
+          fields: With `answer`, which may be empty, the chunks have the `parts` of the answer: reasoning, content and
+            tool calls. `answers.answered` puts them together.
+
+        Raises:
+          InvalidRequestError: A message has another form. The error names the message and its key.
         """
         request = chat_request(messages, request_id, fields)
         if self._resumes:
@@ -302,8 +309,8 @@ class AsyncClient:
     ):
         def channel(options: Options) -> grpc.aio.Channel:
             if credentials is None:
-                return grpc.aio.insecure_channel(target, options=options)
-            return grpc.aio.secure_channel(target, credentials, options=options)
+                return grpc.aio.insecure_channel(target, options=(*options, *proxy_options(target)))
+            return grpc.aio.secure_channel(target, credentials, options=(*options, *proxy_options(target)))
 
         self._channel = channel(BALANCED_OPTIONS if resumes else CHANNEL_OPTIONS)
         # A balanced channel reaches no server that is not ready, and so cannot tell what such a server does.
@@ -467,5 +474,5 @@ class AsyncClient:
 
 
 def _check_single(fields: RequestFields) -> None:
-    if (n := fields.get("n", 1)) != 1:
+    if (n := fields.get("n")) not in (None, 1):
         raise ValueError(f"n is {n}; complete returns one sample. Use complete_samples for several.")

@@ -9,6 +9,8 @@ import re
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ..api.loopback import proxy_options
+
 _PROBE_SECONDS = 2.0
 _TRUST = "Pass the certificate of the authority that signed it (--tls-ca, or `credentials` in Python)."
 _REASON = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
@@ -47,7 +49,7 @@ def may_expect_tls(error: grpc.RpcError, *, is_secure: bool) -> bool:
 
 def speaks_tls(target: str) -> bool:
     """Returns whether a server answers the first message of a TLS handshake. Blocks for up to two seconds."""
-    with grpc.secure_channel(target, grpc.ssl_channel_credentials()) as channel:
+    with grpc.secure_channel(target, grpc.ssl_channel_credentials(), proxy_options(target)) as channel:
         try:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_SECONDS)
         except grpc.RpcError as error:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -13,7 +13,12 @@ from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
 from ..api.errors import MeshserveError
-from ..api.request import FinishReason, TokenLogprobs
+from ..api.request import FinishReason, TokenLogprobs, WeightSpan
+from ..api.sampling_params import without_unset
+from ..options.nearest import nearest
+from ..text.answers.answer_parts import AnswerPart
+from ..text.answers.part_messages import answer_part
+from ..text.openai_messages import chat_messages
 
 
 class ConstraintField(TypedDict, total=False):
@@ -59,17 +64,34 @@ class RequestFields(SamplingFields, total=False):
     priority: int
     cache_salt: str
     n: int
+    adapter: str
+    adapter_digest: str
+
+
+class AnswerFields(TypedDict, total=False):
+    """Fields of AnswerOptions in inference.proto. Of `any_tool` and `tool`, one may be set."""
+
+    thinking_token_budget: int
+    any_tool: bool
+    tool: str
+    parallel_tool_calls: bool
 
 
 class ChatFields(RequestFields, total=False):
-    """RequestFields and the fields of a conversation. Each of `tools` is a dict or JSON text."""
+    """RequestFields and the fields of a conversation. Each of `tools` is a dict or JSON text.
+
+    With `answer`, which may be empty, chunks have `parts` instead of `text`.
+    """
 
     enable_thinking: bool
     tools: Sequence[Mapping[str, Any] | str]
     add_generation_prompt: bool
     continue_last_message: bool
+    answer: AnswerFields
 
 
+_SAMPLING_NAMES = tuple(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+_OPTIONS = ("priority", "cache_salt", "n", "adapter", "adapter_digest")
 _CHAT_OPTIONS = ("enable_thinking", "add_generation_prompt", "continue_last_message")
 
 
@@ -80,6 +102,7 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0  # of an answer that is divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +111,7 @@ class Finish:
 
     reason: FinishReason
     usage: Usage
+    weight_spans: tuple[WeightSpan, ...] = ()  # which version of the weights computed how many tokens, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +123,8 @@ class Chunk:
     finish: Finish | None
     index: int = 0  # index of the sample
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per entry of `token_ids`, if requested
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, starting with the second token
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for the next prompt tokens, starting with the second token
+    parts: tuple[AnswerPart, ...] = ()  # of an answer that is divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +136,7 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per entry of `token_ids`, if requested
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens except the first
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for the prompt's tokens except the first
 
 
 class CallError(MeshserveError):
@@ -140,24 +165,24 @@ def generate_request(prompt: str | Sequence[int], request_id: str | None, fields
 
 
 def chat_request(messages: Sequence[Mapping[str, Any]], request_id: str | None, fields: ChatFields) -> pb.ChatRequest:
+    """Builds the request for a conversation.
+
+    Raises:
+      InvalidRequestError: A message has a form that cannot be sent. The error names the message and its key.
+      TypeError, ValueError: A field does not exist or has a value that cannot be sent.
+    """
     rest: Any = dict(fields)
     options = {name: rest.pop(name) for name in _CHAT_OPTIONS if name in rest}
-    tools = [_json_text(tool) for tool in rest.pop("tools", ())]
+    if (answer := rest.pop("answer", None)) is not None:
+        options["answer"] = pb.AnswerOptions(**answer)
+    tools = [_json_text(tool) for tool in rest.pop("tools", None) or ()]
     return pb.ChatRequest(
         request_id=request_id,
-        messages=[_chat_message(message) for message in messages],
+        messages=chat_messages(messages),
         tools=tools,
         **options,
         **_request_fields(rest),
     )
-
-
-def _chat_message(message: Mapping[str, Any]) -> pb.ChatMessage:
-    calls = [
-        pb.ToolCall(name=call["name"], arguments=_json_text(call["arguments"]))
-        for call in message.get("tool_calls", ())
-    ]
-    return pb.ChatMessage(**{**message, "tool_calls": calls})
 
 
 def constraint_message(field: ConstraintField) -> pb.Constraint:
@@ -184,14 +209,36 @@ def _json_text(value: Mapping[str, Any] | str) -> str:
 
 
 def _request_fields(fields: RequestFields) -> dict[str, Any]:
-    """Splits the fields into the `sampling` message and the fields outside it."""
-    sampling: dict[str, Any] = dict(fields)
+    """Splits the fields into the `sampling` message and the fields outside it. A field that is None is not sent.
+
+    Raises:
+      TypeError, ValueError: A field does not exist or has a value that cannot be sent. The message names it.
+    """
+    sampling = without_unset(fields)
     if isinstance(sampling.get("stop"), str):
         raise TypeError(f"stop is the string {sampling['stop']!r}; it takes a list of strings.")
     if "constraint" in sampling:
         sampling["constraint"] = constraint_message(sampling["constraint"])
-    beside: dict[str, Any] = {name: sampling.pop(name) for name in ("priority", "cache_salt", "n") if name in sampling}
-    return {"sampling": pb.SamplingParams(**sampling), **beside}
+    beside: dict[str, Any] = {name: sampling.pop(name) for name in _OPTIONS if name in sampling}
+    try:
+        message = pb.SamplingParams(**sampling)
+    except (TypeError, ValueError):
+        raise _named_error(sampling) from None
+    return {"sampling": message, **beside}
+
+
+def _named_error(sampling: Mapping[str, Any]) -> TypeError | ValueError:
+    """Returns the error for sampling fields of which one cannot be sent: protobuf's own does not name it."""
+    for name, value in sampling.items():
+        if name not in _SAMPLING_NAMES:
+            near = nearest(name, _SAMPLING_NAMES)
+            hint = f"Did you mean {near}?" if near else f"Allowed are {', '.join(_SAMPLING_NAMES)}."
+            return ValueError(f"there is no sampling field {name!r}. {hint}")
+        try:
+            pb.SamplingParams(**{name: value})
+        except (TypeError, ValueError) as error:
+            return type(error)(f"{name} is {value!r:.200}: {str(error).rstrip('.')}.")
+    raise AssertionError("every field can be sent")
 
 
 def chunk(response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
@@ -204,7 +251,9 @@ def chunk(response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
                 num_prompt_tokens=usage.num_prompt_tokens,
                 num_output_tokens=usage.num_output_tokens,
                 num_cached_tokens=usage.num_cached_tokens,
+                num_reasoning_tokens=usage.num_reasoning_tokens,
             ),
+            weight_spans=tuple(WeightSpan(span.version, span.num_tokens) for span in response.finish.weight_spans),
         )
         if finish.reason is FinishReason.ERROR:
             raise CallError(grpc.StatusCode.INTERNAL, response.finish.message)
@@ -215,7 +264,12 @@ def chunk(response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
         index=response.index,
         logprobs=proto_codec.token_logprobs(response.logprobs),
         prompt_logprobs=proto_codec.token_logprobs(response.prompt_logprobs),
+        parts=() if isinstance(response, pb.GenerateResponse) else _parts(response.parts),
     )
+
+
+def _parts(messages: Iterable[pb.AnswerPart]) -> tuple[AnswerPart, ...]:
+    return tuple(part for message in messages if (part := answer_part(message)) is not None)
 
 
 def completion(chunks: Sequence[Chunk]) -> Completion:

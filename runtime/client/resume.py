@@ -5,7 +5,12 @@ therefore continue on any replica of the same model: the client sends the prompt
 prompt with the same seed, and the next token is the one that the first server would have produced.
 `SamplingParams.num_resumed_tokens` tells the new server which part of the prompt is output, so that text and stop
 strings continue correctly. No token is lost or repeated: a token that was in transit when the stream broke is sampled
-again.
+again. If only the end is missing, the last tokens are asked for once more, and what has come is left out: the end may
+bring text that was held back for a stop string. An answer that comes divided into its parts is resumed as a
+conversation, with the tokens received so far beside it, since the new server must know where in the answer they end. A
+request with an adapter is resumed with the same one: the first message of a stream has the adapter's digest, and the
+resumed request demands it. A replica that has other files under that name refuses it (FAILED_PRECONDITION), as does one
+that lacks the adapter (NOT_FOUND), instead of going on with other tokens.
 """
 
 import asyncio
@@ -22,6 +27,7 @@ from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
 from ..api.request import FinishReason
+from ..text.answers.answer_parts import behind, size_of
 from .messages import CallError, Chunk, Finish, Usage, call_error, chunk
 
 # Balances calls over all addresses of the target, leaving out those whose health is not SERVING.
@@ -34,6 +40,7 @@ BALANCED_CHANNEL_OPTIONS = (
 )
 # A server that shuts down answers CANCELLED to calls that it has not started, so CANCELLED is retried too.
 _RETRIED = frozenset((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED))
+_OPTIONS = ("priority", "cache_salt", "adapter")  # that each attempt of a GenerateRequest has
 Wait = Callable[[float | None], float | None]
 WaitAsync = Callable[[float | None], Awaitable[float | None]]
 _FIRST_DELAY_SECONDS = 0.05
@@ -80,7 +87,9 @@ class _Run:
         self._max_context_tokens = max_context_tokens  # 0 if unknown
         if request.HasField("n") and request.n != 1:
             raise ValueError(f"n is {request.n}; a resumable stream has one sample. Send several requests instead.")
-        self._options = {name: getattr(request, name) for name in ("priority", "cache_salt") if request.HasField(name)}
+        self._chat = request if isinstance(request, pb.ChatRequest) and request.HasField("answer") else None
+        self._options = {name: getattr(request, name) for name in _OPTIONS if request.HasField(name)}
+        self._adapter_digest = request.adapter_digest if request.HasField("adapter_digest") else ""
         self._request_id = request.request_id if request.HasField("request_id") else None
         self._sampling = pb.SamplingParams()
         self._sampling.CopyFrom(request.sampling)
@@ -88,13 +97,33 @@ class _Run:
             self._sampling.seed = secrets.randbits(63)
         self._received: list[int] = []
         self._num_prompt_logprobs = 0  # received so far
-        self._num_repeated_logprobs = 0  # of those, the number that this attempt still has to send again
+        self._num_repeated_logprobs = 0  # those that this attempt still has to send again
+        # The last tokens received, and the size of what came with and after them.
+        self._num_last_tokens = self._last_size = 0
+        self._num_repeated_tokens = self._repeated_size = 0  # what is still to come again
         self._num_requests = 0
 
-    def next_request(self) -> pb.GenerateRequest:
+    def start(self, stub: Any, timeout_seconds: float | None, metadata: Any) -> Any:
+        """Begins the call of the next attempt."""
+        method = stub.Generate if self._chat is None else stub.Chat
+        return method(self.next_request(), timeout=timeout_seconds, metadata=metadata)
+
+    def next_request(self) -> pb.GenerateRequest | pb.ChatRequest:
         """Builds the request of the next attempt."""
-        token_ids = pb.TokenIds(token_ids=[*self._prompt, *self._received])
-        request = pb.GenerateRequest(token_ids=token_ids, **self._options)
+        if self._is_overdue():  # the end may bring text that was held back, and needs a token to come with
+            self._num_repeated_tokens += self._num_last_tokens
+            self._repeated_size += self._last_size
+            del self._received[len(self._received) - self._num_last_tokens :]
+        request: pb.GenerateRequest | pb.ChatRequest
+        if self._chat is not None:
+            request = pb.ChatRequest()
+            request.CopyFrom(self._chat)
+            request.resumed_token_ids.extend(self._received)
+        else:
+            token_ids = pb.TokenIds(token_ids=[*self._prompt, *self._received])
+            request = pb.GenerateRequest(token_ids=token_ids, **self._options)
+        if self._adapter_digest:
+            request.adapter_digest = self._adapter_digest
         request.sampling.CopyFrom(self._sampling)
         if self._sampling.HasField("max_tokens"):
             request.sampling.max_tokens = self._sampling.max_tokens - len(self._received)
@@ -109,27 +138,45 @@ class _Run:
         self._num_requests += 1
         return request
 
-    def take(self, response: pb.GenerateResponse) -> Chunk:
+    def take(self, response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
         """Converts a response to a chunk whose counts start at the first attempt."""
         new = chunk(response)
+        self._adapter_digest = response.adapter_digest or self._adapter_digest
         self._received += new.token_ids
+        new = self._unrepeated(new)
         prompt_logprobs = new.prompt_logprobs[self._num_repeated_logprobs :]
         self._num_repeated_logprobs -= len(new.prompt_logprobs) - len(prompt_logprobs)
         self._num_prompt_logprobs += len(prompt_logprobs)
-        finish = None if new.finish is None else self._finish(new.finish.reason)
+        finish = None if new.finish is None else self._finish(new.finish.reason, new.finish.usage.num_reasoning_tokens)
         return dataclasses.replace(new, prompt_logprobs=prompt_logprobs, finish=finish)
 
-    def overdue_end(self) -> Chunk | None:
-        """Returns the final chunk if all possible tokens were received and only the end of the stream is missing."""
+    def _unrepeated(self, new: Chunk) -> Chunk:
+        """Returns a chunk without what earlier attempts have received."""
+        num_tokens = min(self._num_repeated_tokens, len(new.token_ids))
+        self._num_repeated_tokens -= num_tokens
+        text, parts = new.text[self._repeated_size :], behind(new.parts, self._repeated_size)
+        size = sum(map(size_of, new.parts)) if new.parts else len(new.text)  # an answer in parts is no text
+        self._repeated_size = max(0, self._repeated_size - size)
+        if new.token_ids:
+            self._num_last_tokens, self._last_size = len(new.token_ids), 0
+        self._last_size += size
+        return dataclasses.replace(
+            new, text=text, token_ids=new.token_ids[num_tokens:], logprobs=new.logprobs[num_tokens:], parts=parts
+        )
+
+    def _is_overdue(self) -> bool:
+        """Returns whether all possible tokens were received and only the end of the stream is missing."""
         most = self._sampling.max_tokens if self._sampling.HasField("max_tokens") else None
         if most is None and self._max_context_tokens:
             most = self._max_context_tokens - len(self._prompt)
-        if most is None or len(self._received) < most:
-            return None
-        return Chunk(text="", token_ids=(), finish=self._finish(FinishReason.LENGTH))
+        return most is not None and len(self._received) >= most
 
-    def _finish(self, reason: FinishReason) -> Finish:
-        usage = Usage(num_prompt_tokens=len(self._prompt), num_output_tokens=len(self._received))
+    def _finish(self, reason: FinishReason, num_reasoning_tokens: int = 0) -> Finish:
+        usage = Usage(
+            num_prompt_tokens=len(self._prompt),
+            num_output_tokens=len(self._received),
+            num_reasoning_tokens=num_reasoning_tokens,
+        )
         return Finish(reason=reason, usage=usage)
 
 
@@ -206,10 +253,11 @@ def stream(
                     asked, timeout=attempts.left_seconds(), metadata=metadata
                 ).token_ids  # fmt: skip
                 run = _Run(request, token_ids, _bound(request, info))
-            call = stub.Generate(run.next_request(), timeout=attempts.left_seconds(), metadata=metadata)
+            call = run.start(stub, attempts.left_seconds(), metadata)
             for response in call:
                 new = run.take(response)
-                attempts.succeeded()
+                if new.token_ids:
+                    attempts.succeeded()
                 yield new
                 if new.finish is not None:
                     return
@@ -219,9 +267,6 @@ def stream(
         finally:
             if call is not None:
                 call.cancel()
-        if run is not None and (end := run.overdue_end()) is not None:
-            yield end
-            return
 
 
 async def stream_async(
@@ -244,10 +289,11 @@ async def stream_async(
                     asked, timeout=attempts.left_seconds(), metadata=metadata
                 )).token_ids  # fmt: skip
                 run = _Run(request, token_ids, _bound(request, info))
-            call = stub.Generate(run.next_request(), timeout=attempts.left_seconds(), metadata=metadata)
+            call = run.start(stub, attempts.left_seconds(), metadata)
             async for response in call:
                 new = run.take(response)
-                attempts.succeeded()
+                if new.token_ids:
+                    attempts.succeeded()
                 yield new
                 if new.finish is not None:
                     return
@@ -257,6 +303,3 @@ async def stream_async(
         finally:
             if call is not None:
                 call.cancel()
-        if run is not None and (end := run.overdue_end()) is not None:
-            yield end
-            return

@@ -23,6 +23,7 @@ class RetrievalFields(TypedDict, total=False):
     truncate: bool
     priority: int
     cache_salt: str
+    adapter: str
 
 
 class EmbedFields(RetrievalFields, total=False):

@@ -1,1 +1,4 @@
-"""Serving with several processes: membership, step stream, replay and watchdog."""
+"""How do several processes serve as one?
+
+Membership, step stream, replay and watchdog.
+"""

@@ -9,7 +9,6 @@ process with a nonzero status within `fail_seconds`.
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from ..options.serve_config import ServeConfig
 from ..server.lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done
 from ..server.method_permissions import SERVICE_NAME
+from ..server.tls import RELOAD_SECONDS, Certificates
 from ..telemetry.health_service import HealthService
 from ..telemetry.logs import complain, say
 from ..telemetry.probe_server import HttpPort
@@ -60,7 +60,7 @@ class FollowingProcess:
             self._watch.fail(f"process {self._membership.process_id} could not start: {error}")
 
     def _replay(self, follower: Follower) -> None:
-        from ..compilation.compile_cache import CompileWatch
+        from ..program.compile_cache import CompileWatch
         from .preflight import Cluster  # not at module level: importing jax takes seconds
         from .replay import replay
 
@@ -82,18 +82,21 @@ class FollowingProcess:
         health_service = HealthService((SERVICE_NAME,))
         server = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-        port = bind(server, listen)
-        http = HttpPort({"/livez": self._alive, "/readyz": self._ready}, self.registry)
+        certificates = Certificates(listen.tls) if listen.tls is not None else None
+        port = bind(server, listen, certificates)
+        http = HttpPort({"/livez": self._alive, "/readyz": self._ready}, self.registry, listen.allowed_hosts)
         http_port = await http.start(listen.host, listen.http_port)
         await server.start()
         say(f"meshserve is a follower; health at {listen.host}:{port}")
         if http_port is not None:
             say(f"meshserve answers probes on http://{listen.host}:{http_port}")
-        thread = threading.Thread(target=self.run, name="replay", daemon=True)
-        thread.start()
+        supervisor = self._watch.supervisor
+        if certificates is not None:
+            supervisor.every(RELOAD_SECONDS, "certificates", certificates.reload)
+        task = supervisor.once("replay", self.run, on_failure=self._watch.fail)
         has_announced = False
         with on_signals(self._on_signal, self._on_hangup):
-            while thread.is_alive() and not self._is_over():
+            while task.is_alive and not self._is_over():
                 if self.is_ready and not has_announced:
                     has_announced = True
                     health_service.set_serving(True)
@@ -136,7 +139,12 @@ class FollowingProcess:
 
     def _state(self) -> FollowerState:
         stats = self._follower.stats if self._follower is not None else None
-        return FollowerState(is_ready=self.is_replaying, num_late_compiles=self._num_late_compiles(), stats=stats)
+        return FollowerState(
+            is_ready=self.is_replaying,
+            num_late_compiles=self._num_late_compiles(),
+            stats=stats,
+            num_task_failures=self._watch.supervisor.num_failures(),
+        )
 
 
 def follow_until_stopped(

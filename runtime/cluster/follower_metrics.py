@@ -4,14 +4,14 @@ Metrics that mean "accepts requests" are not exported here, because alerts and a
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..telemetry.metrics import late_compiles
+from ..telemetry.metrics import late_compiles, task_failures
 from .membership import Membership
 from .steps import REPLAYED_METHODS
 from .stream_client import FollowingStats
@@ -24,6 +24,7 @@ class FollowerState:
     is_ready: bool  # the process replays
     num_late_compiles: int
     stats: FollowingStats | None
+    num_task_failures: Mapping[str, int] = field(default_factory=dict)  # by background task
 
 
 def follower_registry(
@@ -66,6 +67,7 @@ class _FollowerCollector(Collector):
             "meshserve_uptime_seconds", "Time since the server started, in seconds.", value=now - self._started
         )
         yield late_compiles(state.num_late_compiles)
+        yield task_failures(state.num_task_failures)
         yield from _stream_metrics(state.stats, now)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from ..api.errors import ConfigError
 from ..options.serve_config import ServeConfig
 from ..server.lifecycle import Listen, ServerHandle
+from ..supervision.supervisor import Supervisor
 from ..telemetry.logs import complain, flush_logs
 from .follower import LaunchFollower, follow_until_stopped
 from .joining import lead, new_watch
@@ -62,7 +63,7 @@ class Alone:
         pass
 
 
-def lead_or_follow(config: ServeConfig, listen: Listen, launch: LaunchFollower) -> Place:
+def lead_or_follow(config: ServeConfig, listen: Listen, launch: LaunchFollower, supervisor: Supervisor) -> Place:
     """Returns this process's role in the configured cluster. Does not return in a follower.
 
     Raises:
@@ -74,7 +75,7 @@ def lead_or_follow(config: ServeConfig, listen: Listen, launch: LaunchFollower) 
         raise ConfigError(str(error)) from None
     if membership is None:
         return Alone()
-    watch = new_watch(config)
+    watch = new_watch(config, supervisor)
     watch.start()
     if membership.is_leader:
         return LeadingProcess(config, membership, watch)

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.tenants import is_loopback
+from ..api.loopback import is_loopback
 from ..server.ports import is_taken
 
 JOIN_SECONDS = 300.0  # how long processes wait for each other at startup; pods start one after another
+PREPARE_SECONDS = 3600.0  # how long they wait for each other's downloads, weights and compilers
 _LWS_COORDINATOR_PORT = 50060
 _AUTO = "auto"
 
@@ -147,6 +148,7 @@ def start_devices(membership: Membership) -> None:
     import jax  # not at module level: importing it takes seconds
 
     bind_address = _free_address(membership) if membership.is_leader else None
+    _reach_directly(membership.coordinator.rpartition(":")[0].strip("[]"))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM
     try:
@@ -162,6 +164,12 @@ def start_devices(membership: Membership) -> None:
         raise ClusterError(
             f"JAX could not connect the processes at {membership.coordinator}: {error}. Is the port free and reachable?"
         ) from None
+
+
+def _reach_directly(host: str) -> None:
+    """Keeps gRPC within JAX, which takes no options, from asking the environment's proxy for process 0."""
+    before = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")  # gRPC reads the second without the first
+    os.environ["no_grpc_proxy"] = f"{before},{host}" if before else host
 
 
 def _free_address(membership: Membership) -> str:

@@ -1,16 +1,20 @@
 """Comparison of the processes of a cluster before they start, and agreement on shared values during startup."""
 
 import hashlib
-import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from etils import epath
 
+from meshserve.sharding.checkpoints.storage import open_file, read_text
+
+from ..api.versions import UNKNOWN, installed_version
 from ..options.serve_config import ServeConfig, options
 from ..weights.locate import ModelFiles, find_model
 from .membership import Membership, start_devices
+from .steps import OPTIONS_MEETING
 
 _PACKAGES = ("meshserve", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 _SAMPLE_BYTES = 64 * 1024
@@ -34,13 +38,21 @@ class Cluster:
     membership: Membership
     group: ProcessGroup
 
+    def compare_options(self, config: ServeConfig) -> None:
+        """Compares options and versions. Every process does this at once, before it looks for the model.
+
+        Raises:
+          ClusterError: See `ProcessGroup.meet`.
+        """
+        self.group.meet(OPTIONS_MEETING, common_facts(config, self.membership))
+
     def begin(self, config: ServeConfig, files: ModelFiles) -> None:
-        """Compares what must be equal on all processes, then initializes the devices.
+        """Compares the models, then initializes the devices.
 
         Raises:
           ClusterError: See `ProcessGroup.meet` and `start_devices`.
         """
-        self.group.meet("options", common_facts(config, self.membership, files))
+        self.group.meet("models", model_facts(config, files))
         start_devices(self.membership)
 
     def num_pages(self, num_pages: int, **programs: object) -> int:
@@ -56,12 +68,18 @@ class Cluster:
         self.group.meet("readiness", {})
 
 
-def common_facts(config: ServeConfig, membership: Membership, files: ModelFiles) -> dict[str, str]:
-    """Returns what must be equal on all processes: options, package versions and the model."""
+def common_facts(config: ServeConfig, membership: Membership) -> dict[str, str]:
+    """Returns what must be equal on all processes besides the model: options and package versions."""
     facts = {name: str(getattr(config, name)) for name, each in options().items() if not each.may_differ}
     facts["num_processes"] = str(membership.num_processes)
-    facts |= {f"version of {name}": version for name in _PACKAGES if (version := _version(name))}
-    facts |= _model_facts(files, "")
+    return facts | {
+        f"version of {name}": version for name in _PACKAGES if (version := installed_version(name)) != UNKNOWN
+    }
+
+
+def model_facts(config: ServeConfig, files: ModelFiles) -> dict[str, str]:
+    """Returns what must be equal of the model, and of the draft model if there is one."""
+    facts = _model_facts(files, "")
     if config.draft_model:
         facts |= _model_facts(find_model(config.draft_model, random_weights=config.random_weights), "draft model's ")
     return facts
@@ -69,20 +87,13 @@ def common_facts(config: ServeConfig, membership: Membership, files: ModelFiles)
 
 def _model_facts(files: ModelFiles, whose: str) -> dict[str, str]:
     return {
-        f"{whose}config.json": _digest((files.small / "config.json").read_text(encoding="utf-8")),
+        f"{whose}config.json": _digest(read_text(files.small / "config.json")),
         f"{whose}weights": _weights_digest(files.weights) if files.weights is not None else "random",
     }
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _weights_digest(directory: epath.Path) -> str:
@@ -94,9 +105,10 @@ def _weights_digest(directory: epath.Path) -> str:
     digest = hashlib.sha256()
     pattern = "checkpoint.json" if (directory / "checkpoint.json").exists() else "*.safetensors"
     for path in sorted(directory.glob(pattern)):
-        length = path.stat().length
-        with path.open("rb") as file:
-            head = file.read(_SAMPLE_BYTES)
-            file.seek(max(0, length - _SAMPLE_BYTES))
-            digest.update(repr((path.name, length, head, file.read())).encode())
+        file = open_file(path, "")
+        sample = np.empty(min(file.size, _SAMPLE_BYTES), np.uint8)
+        digest.update(repr((path.name, file.size)).encode())
+        for offset in (0, file.size - sample.size):
+            file.read_into(offset, sample)
+            digest.update(sample.tobytes())
     return digest.hexdigest()[:16]

@@ -11,7 +11,6 @@ call with a digest.
 import dataclasses
 import hashlib
 import logging
-import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -21,9 +20,10 @@ import numpy as np
 
 from meshserve.protos import steps_pb2 as pb
 
+from ..adapters.changes import AdapterChanges
 from ..engine.runner import Runner
 from ..program.batch import BatchBuilder, Bucket
-from ..program.processor_batch import Logprobs, Sampled
+from ..program.processors.processor_batch import Logprobs, Sampled
 from ..scheduler.step_plan import StepPlan
 from .membership import ClusterError
 from .steps import REPLAYED_METHODS
@@ -40,7 +40,7 @@ class LeadingRunner:
 
     def __init__(self, runner: Runner, leader: Leader, watch: Watch):
         self._runner, self._leader = runner, leader
-        self._returns = Returns(leader.acknowledge, watch.fail)
+        self._returns = Returns(leader.acknowledge, watch)
 
     def set_page_row(self, page_slot: np.ndarray) -> None:
         self._lead("set_page_row", page_slot)
@@ -67,6 +67,9 @@ class LeadingRunner:
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
         return self._lead("prompt_logprobs", targets)
 
+    def change_adapters(self, changes: AdapterChanges) -> None:
+        raise AssertionError("a server of several processes has no adapters; see `options.combinations`")
+
     def copy_pages(self, command: np.ndarray) -> None:
         self._lead("copy_pages", command)
 
@@ -79,7 +82,7 @@ class LeadingRunner:
 
 def replay(runner: Runner, follower: Follower, watch: Watch) -> None:
     """Replays the calls of process 0's runner until process 0 stops or something fails."""
-    returns = Returns(follower.acknowledge, watch.fail)
+    returns = Returns(follower.acknowledge, watch)
     try:
         for plan in follower.calls():
             if plan.method not in REPLAYED_METHODS:
@@ -95,13 +98,13 @@ class Returns:
 
     Args:
       acknowledge: Called with the sequence number of a call and the digest of its result.
-      fail: Called with the reason if a call failed on the device.
+      watch: Told if a call failed on the device.
     """
 
-    def __init__(self, acknowledge: Callable[[int, bytes], None], fail: Callable[[str], None]):
-        self._acknowledge, self._fail = acknowledge, fail
+    def __init__(self, acknowledge: Callable[[int, bytes], None], watch: Watch):
+        self._acknowledge, self._watch = acknowledge, watch
         self._results: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        threading.Thread(target=self._run, name="returns", daemon=True).start()
+        watch.supervisor.once("returns", self._run, on_failure=watch.fail)
 
     def put(self, sequence: int, result: Any) -> None:
         self._results.put((sequence, result))
@@ -111,8 +114,8 @@ class Returns:
             sequence, result = self._results.get()
             try:
                 self._acknowledge(sequence, result_digest(result))
-            except Exception as error:  # of the device, or of a collective whose peer has exited
-                self._fail(f"call {sequence}: {type(error).__name__}: {error}")
+            except Exception as error:  # from the device, or from a collective whose peer has exited
+                self._watch.fail(f"call {sequence}: {type(error).__name__}: {error}")
                 return
             del result  # free it now instead of when the next result arrives
 

@@ -14,6 +14,7 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),  # process 0 may still be starting
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+OPTIONS_MEETING = "options"  # the first thing that every process reports, at once
 # Methods of a runner that process 0 sends and followers replay.
 REPLAYED_METHODS = (
     "set_page_row", "run", "propose", "run_drafted", "set_slot_adjustments", "sample", "prompt_logprobs", "copy_pages"

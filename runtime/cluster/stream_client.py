@@ -81,7 +81,7 @@ class Follower:
         self._outbox.put(pb.JoinRequest(hello=pb.Hello(process_id=process_id)))
         metadata = (("authorization", bearer(security.token)),) if security.token else None
         self._stream = pb_grpc.StepServiceStub(self._channel).Join(iter(self._outbox.get, None), metadata=metadata)
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        watch.supervisor.once("reader", self._read, on_failure=watch.fail)
         watch.listen(self._tell)
         watch.look(self._look)
 

@@ -11,7 +11,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -22,11 +22,12 @@ import grpc
 from meshserve.protos import steps_pb2 as pb
 from meshserve.protos import steps_pb2_grpc as pb_grpc
 
-from .membership import JOIN_SECONDS, ClusterError
-from .steps import OPTIONS, Security, bearer, differences
+from .membership import JOIN_SECONDS, PREPARE_SECONDS, ClusterError
+from .steps import OPTIONS, OPTIONS_MEETING, Security, bearer, differences
 from .watchdog import Watch
 
 _MANY_STRANGERS = 8  # threads for rejecting unknown callers, beyond one thread per follower
+_SAY_SECONDS = 30.0  # between two lines that say for what a start waits
 _HELLO_SECONDS = 5.0  # within which a caller must send Hello, because it occupies a thread
 _log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Leader(pb_grpc.StepServiceServicer):
     ):
         self.stats = StreamStats()
         self.on_drain: Callable[[], None] | None = None  # called when a follower is told to stop
+        self._others = frozenset(range(1, num_processes))
         self._num_processes, self._watch, self._token, self._clock = num_processes, watch, security.token, clock
         self._changed = threading.Condition()  # guards everything below
         self._followers: dict[int, _Peer] = {}
@@ -119,21 +121,21 @@ class Leader(pb_grpc.StepServiceServicer):
           ClusterError: Some followers did not join in time, or something has failed.
         """
         with self._changed:
-            self._wait(lambda: len(self._followers) == self._num_processes - 1, timeout_seconds)
-            missing = [str(index) for index in range(1, self._num_processes) if index not in self._followers]
-        if missing:
-            raise ClusterError(f"process {', '.join(missing)} did not join within {timeout_seconds:g} s.")
+            self._wait(lambda: self._others - self._followers.keys(), "join", timeout_seconds)
 
     def meet(self, name: str, facts: Mapping[str, str], value: int = 0) -> int:
         """Waits until every process has reported under this name and returns the minimum of their values.
 
+        Who has joined may be no process of the cluster, and send signs of life only; so this does not wait for ever.
+
         Raises:
-          ClusterError: The facts differ, or something has failed.
+          ClusterError: The facts differ, a process did not report in time, or something has failed.
         """
+        seconds = JOIN_SECONDS if name == OPTIONS_MEETING else PREPARE_SECONDS
         with self._changed:
             reports = self._reports.setdefault(name, {})
             reports[0] = pb.Report(name=name, facts=facts, value=value)
-            self._wait(lambda: len(reports) == self._num_processes)
+            self._wait(lambda: self._others - reports.keys(), f"report its {name}", seconds)
         refusal = differences(name, {index: report.facts for index, report in reports.items()})
         least = min(report.value for report in reports.values())
         self._send(pb.JoinResponse(agreement=pb.Agreement(name=name, value=least, refusal=refusal)))
@@ -195,7 +197,7 @@ class Leader(pb_grpc.StepServiceServicer):
         if not hmac.compare_digest(str(metadata.get("authorization", "")), bearer(self._token)):
             _log.warning("rejected %s, which tried to join without this cluster's token", context.peer())
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this is not the token of the cluster (--cluster-token)")
-        hello = _first(requests, context).hello
+        hello = self._first(requests, context).hello
         peer = _Peer(hello.process_id, context.peer(), self._clock())
         with self._changed:
             if not 0 < peer.process_id < self._num_processes:
@@ -210,11 +212,21 @@ class Leader(pb_grpc.StepServiceServicer):
             self._changed.notify_all()
         _log.info("%s joined", peer)
         context.add_callback(lambda: peer.outbox.put(None))
-        threading.Thread(
-            target=self._read, args=(peer, requests), name=f"reader-{peer.process_id}", daemon=True
-        ).start()
+        self._watch.supervisor.once("reader", lambda: self._read(peer, requests), on_failure=self._watch.fail)
         while (response := peer.outbox.get()) is not None:
             yield response
+
+    def _first(self, requests: Iterator[pb.JoinRequest], context: Any) -> pb.JoinRequest:
+        """Returns a caller's first message. Ends the call if none arrives in time."""
+        has_come = threading.Event()
+        self._watch.supervisor.once("hello", lambda: has_come.wait(_HELLO_SECONDS) or context.cancel())
+        try:
+            return next(requests)
+        except StopIteration:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+            raise  # not reached: `abort` raises
+        finally:
+            has_come.set()
 
     def _read(self, peer: _Peer, requests: Iterator[pb.JoinRequest]) -> None:
         """Processes a follower's messages until it leaves or is lost."""
@@ -279,26 +291,22 @@ class Leader(pb_grpc.StepServiceServicer):
         for peer in tuple(self._followers.values()):
             peer.outbox.put(response)
 
-    def _wait(self, is_so: Callable[[], bool], timeout_seconds: float | None = None) -> None:
-        """Waits for a condition. The lock must be held.
+    def _wait(self, find_late: Callable[[], Set[int]], what: str, seconds: float) -> None:
+        """Waits until no process is late to do `what`, and says every half a minute which are. The lock must be held.
 
         Raises:
-          ClusterError: Something has failed.
+          ClusterError: Some were late for too long, or something has failed.
         """
-        self._changed.wait_for(lambda: is_so() or self._watch.failure is not None, timeout_seconds)
+        began = time.monotonic()
+        while (late := find_late()) and self._watch.failure is None:
+            waited = time.monotonic() - began
+            names = ", ".join(str(self._followers.get(index, f"process {index}")) for index in sorted(late))
+            if waited >= seconds:
+                raise ClusterError(f"{names} did not {what} within {seconds:g} s.")
+            if waited >= _SAY_SECONDS:
+                _log.info("waiting for %s to %s, for %.0f of at most %g s", names, what, waited, seconds)
+            self._changed.wait_for(
+                lambda: not find_late() or self._watch.failure is not None, min(_SAY_SECONDS, seconds - waited)
+            )
         if self._watch.failure is not None:
             raise ClusterError(self._watch.failure)
-
-
-def _first(requests: Iterator[pb.JoinRequest], context: Any) -> pb.JoinRequest:
-    """Returns a caller's first message. Ends the call if none arrives in time."""
-    late = threading.Timer(_HELLO_SECONDS, context.cancel)
-    late.daemon = True
-    late.start()
-    try:
-        return next(requests)
-    except StopIteration:
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
-        raise  # not reached: `abort` raises
-    finally:
-        late.cancel()

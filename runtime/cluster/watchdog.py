@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..supervision.supervisor import Supervisor
+
 FAILED = 1  # exit status
 _STARTING_FACTOR = 6  # limits are longer during startup: imports, loading and compiling block a process
 
@@ -44,6 +46,7 @@ class Watch:
     """Detects failures, reports the first one to its listeners, and terminates the process.
 
     Args:
+      supervisor: Of the background tasks of this process.
       exit: Terminates the process immediately.
       clock: Monotonic clock in seconds.
     """
@@ -51,11 +54,13 @@ class Watch:
     def __init__(
         self,
         limits: Limits,
+        supervisor: Supervisor | None = None,
         *,
         exit: Callable[[int], None] = os._exit,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.limits = limits
+        self.supervisor = supervisor if supervisor is not None else Supervisor()
         self.failure: str | None = None
         self.is_ready = False
         self._exit = exit
@@ -65,7 +70,6 @@ class Watch:
         self._looks: list[Callable[[float], str | None]] = []
         self._is_over = threading.Event()
         self._is_due = threading.Event()  # wakes the thread before the next beat
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @property
     def overdue_seconds(self) -> float:
@@ -73,7 +77,7 @@ class Watch:
         return self.limits.overdue_seconds * (1 if self.is_ready else _STARTING_FACTOR)
 
     def start(self) -> None:
-        self._thread.start()
+        self.supervisor.forever("watch", self._run, self._is_over)
 
     def ready(self) -> None:
         """Ends the startup phase: the normal limits apply from now on, and the checks run at once."""
@@ -111,12 +115,14 @@ class Watch:
                 return
             self.failure = reason
             listeners = tuple(self._listeners)
-        end = threading.Timer(self.limits.exit_seconds, self._exit, (FAILED,))
-        end.daemon = True
-        end.start()
+        self.supervisor.once("exit", self._exit_soon)
         _log.error("the cluster failed: %s", reason)
         for listener in listeners:
             listener(reason)
+
+    def _exit_soon(self) -> None:
+        time.sleep(self.limits.exit_seconds)
+        self._exit(FAILED)
 
     def _run(self) -> None:
         while True:

@@ -1,1 +1,4 @@
-"""The `meshserve` command line and the implementations of its commands."""
+"""What can be typed after `meshserve`?
+
+The command line and its commands.
+"""

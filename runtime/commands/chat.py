@@ -1,8 +1,9 @@
 """`meshserve chat`: an interactive conversation in the terminal, or one message per line from a pipe.
 
-A terminal has history, completion of commands, and answers rendered as markdown while they arrive
-(`chat_terminal.py`); a pipe gets the plain text. Ctrl-C stops the current answer and keeps the text received so far.
-Ctrl-D or /quit ends the chat; `chat_commands.py` has the other commands. Does not import JAX.
+A terminal has history, completion of commands, and answers rendered as markdown while they arrive, with the reasoning
+dimmed (`chat_terminal.py`); a pipe gets the plain text of the content and of tool calls. Ctrl-C stops the current
+answer and keeps the text received so far. Ctrl-D or /quit ends the chat; `chat_commands.py` has the other commands.
+Does not import JAX.
 """
 
 import asyncio
@@ -10,16 +11,15 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import grpc
 
 from ..client.client import AsyncClient
 from ..client.messages import ChatFields
+from ..text.answers.answer_parts import AnswerPart
+from .chat_calls import ReadableCalls
 from .chat_commands import HINT, run_command
 from .chat_conversation import Conversation, Screen
-
-_HISTORY = Path("~/.cache/meshserve/chat_history")
 
 
 class PipeScreen:
@@ -32,8 +32,14 @@ class PipeScreen:
             return None
 
     @contextlib.contextmanager
-    def answer(self) -> Iterator[Callable[[str], None]]:
-        yield lambda text: print(text, end="", flush=True)
+    def answer(self) -> Iterator[Callable[[AnswerPart], None]]:
+        calls = ReadableCalls()
+
+        def show(part: AnswerPart) -> None:
+            print(calls.text(part), end="", flush=True)
+
+        yield show
+        print(calls.end(), end="", flush=True)
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -48,6 +54,7 @@ def chat(
     max_tokens: int | None,
     temperature: float | None,
     system: str,
+    adapter: str = "",
     credentials: grpc.ChannelCredentials | None = None,
     token: str | None = None,
 ) -> int:
@@ -59,6 +66,7 @@ def chat(
       max_tokens: Maximum number of tokens per answer. None is what the server allows.
       temperature: Sampling temperature. 0 is greedy, None the server's default.
       system: System message that starts the conversation. Empty for none.
+      adapter: Name of the adapter that answers. Empty is the model itself.
 
     Returns:
       The exit status: 1 if the input is not a terminal and any answer failed, else 0.
@@ -71,6 +79,8 @@ def chat(
         fields["max_tokens"] = max_tokens
     if temperature is not None:
         fields["temperature"] = temperature
+    if adapter:
+        fields["adapter"] = adapter
     with asyncio.Runner() as runner:
         client = runner.run(_client(target, credentials, token))
         conversation = Conversation(runner, client, _screen(is_terminal), system=system, fields=fields)
@@ -86,7 +96,7 @@ def _screen(is_terminal: bool) -> Screen:
         return PipeScreen()
     from .chat_terminal import TerminalScreen  # not at module level: a pipe does not need its libraries
 
-    return TerminalScreen(_HISTORY.expanduser())
+    return TerminalScreen()
 
 
 def _run(conversation: Conversation, is_terminal: bool) -> None:

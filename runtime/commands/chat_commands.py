@@ -72,11 +72,14 @@ def _undo(conversation: Conversation, argument: str) -> None:
 
 
 def _take_last_turn(conversation: Conversation) -> str | None:
-    """Removes the last message and its answer. Returns the message, or None if there is none."""
-    if not conversation.messages or conversation.messages[-1]["role"] != "assistant":
+    """Removes the last message and all that follows it. Returns the message, or None if there is none."""
+    roles = [message["role"] for message in conversation.messages]
+    if "user" not in roles:
         return None
-    question = conversation.messages[-2]["content"]
-    del conversation.messages[-2:]
+    last = len(roles) - 1 - roles[::-1].index("user")
+    question: str = conversation.messages[last]["content"]
+    del conversation.messages[last:]
+    conversation.open_calls = []
     return question
 
 
@@ -107,6 +110,42 @@ def _set(conversation: Conversation, argument: str) -> None:
             conversation.screen.error(f"{name} is {text!r}; it must be a number.")
 
 
+def _think(conversation: Conversation, argument: str) -> None:
+    """Turns reasoning on or off, or bounds its tokens; without an argument, both are the model's own again."""
+    fields = conversation.fields
+    fields.pop("enable_thinking", None)
+    fields.pop("answer", None)
+    if argument in ("on", "off"):
+        fields["enable_thinking"] = argument == "on"
+    elif argument.isdecimal():
+        fields["answer"] = {"thinking_token_budget": int(argument)}
+    elif argument:
+        conversation.screen.error(f"{argument!r} is neither on nor off nor a number of tokens.")
+
+
+def _tools(conversation: Conversation, argument: str) -> None:
+    """Reads the tools that the model may call."""
+    conversation.fields.pop("tools", None)
+    if not argument:
+        return
+    try:
+        tools = json.loads(Path(argument).expanduser().read_text(encoding="utf-8"))
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError("it is no list of objects")
+    except (OSError, RuntimeError, ValueError) as error:
+        conversation.screen.error(f"{argument} cannot be read as tools: {error}.")
+        return
+    conversation.fields["tools"] = tools
+    conversation.screen.note(f"The model may call {len(tools)} tools.")
+
+
+def _result(conversation: Conversation, argument: str) -> None:
+    if conversation.open_calls:
+        conversation.give_result(argument)
+    else:
+        conversation.screen.error("there is no tool call without a result.")
+
+
 def _info(conversation: Conversation, argument: str) -> None:
     conversation.screen.note(conversation.about_server())
 
@@ -115,11 +154,12 @@ def _save(conversation: Conversation, argument: str) -> None:
     if not argument:
         conversation.screen.error("/save needs the name of a file.")
         return
-    path = Path(argument).expanduser()
+    path = Path(argument)
     try:
+        path = path.expanduser()
         path.write_text(json.dumps(conversation.messages, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        conversation.screen.error(f"{path} cannot be written: {error.strerror}.")
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home of `~` is not known
+        conversation.screen.error(f"{path} cannot be written: {error}.")
         return
     conversation.screen.note(f"{len(conversation.messages)} messages were written to {path}.")
 
@@ -135,6 +175,9 @@ COMMANDS: Mapping[str, Command] = {
     "undo": Command("", "forget the last message and its answer", _undo),
     "system": Command("[TEXT]", "begin anew with this system message, or with none", _system),
     "set": Command("[NAME [VALUE]]", f"sampling parameters: {', '.join(_NUMBERS)}", _set),
+    "think": Command("[on|off|TOKENS]", "turn reasoning on or off, or bound its tokens", _think),
+    "tools": Command("[FILE]", "functions that the model may call, a JSON list, or none", _tools),
+    "result": Command("TEXT", "the result of the tool that the model has called", _result),
     "info": Command("", "the model, the server's load, and the speed of the last answer", _info),
     "save": Command("FILE", "write the messages to a file, as JSON", _save),
     "quit": Command("", "end the chat", _quit),

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
@@ -14,23 +13,24 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
+from meshserve.kernels.cuda.user_folder import user_folder
+
+from ..text.answers.answer_parts import AnswerPart, ContentPart, ReasoningPart
+from .chat_calls import ReadableCalls
 from .chat_commands import COMMANDS
 
 _PROMPT = "> "
 _REFRESH_SECONDS = 0.1
-_END_OF_THINKING = "</think>"
 _FENCES = ("```", "~~~")
 
 
 class TerminalScreen:
     """A `Screen` of the conversation. History is kept in a file, if it can be written."""
 
-    def __init__(self, history: Path):
+    def __init__(self) -> None:
         words = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
         self._console = Console(highlight=False)
-        self._session: PromptSession[str] = PromptSession(
-            history=_history(history), completer=words, reserve_space_for_menu=4
-        )
+        self._session: PromptSession[str] = PromptSession(history=_history(), completer=words, reserve_space_for_menu=4)
 
     def read(self) -> str | None:
         try:
@@ -39,8 +39,8 @@ class TerminalScreen:
             return None
 
     @contextlib.contextmanager
-    def answer(self) -> Iterator[Callable[[str], None]]:
-        shown = StreamedMarkdown(self._console)
+    def answer(self) -> Iterator[Callable[[AnswerPart], None]]:
+        shown = StreamedAnswer(self._console)
         try:
             yield shown.add
         finally:
@@ -54,17 +54,17 @@ class TerminalScreen:
         self._console.print(Text(f"meshserve: {text}", style="red"))
 
 
-def _history(path: Path) -> History:
+def _history() -> History:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = user_folder() / "chat_history"
         path.touch(mode=0o600)
     except OSError:
         return InMemoryHistory()
     return FileHistory(path)
 
 
-class StreamedMarkdown:
-    """Renders markdown while it arrives.
+class StreamedAnswer:
+    """Renders an answer while it arrives: content as markdown, reasoning dimmed, and tool calls on lines of their own.
 
     Blocks that are complete are printed for good. The last one is drawn again with each part of it, at most ten times
     per second, and cut to the height of the terminal.
@@ -73,20 +73,23 @@ class StreamedMarkdown:
     def __init__(self, console: Console):
         self._console = console
         self._open = ""  # text of the blocks that are not complete
-        self._is_thinking = False
-        self._has_begun = False
+        self._kind: type = ContentPart  # of the open text
+        self._calls = ReadableCalls()
         self._drawn = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
 
-    def add(self, text: str) -> None:
-        """Adds a part of the text."""
-        self._open += text
-        if not self._has_begun and self._open.strip():
-            self._has_begun, self._is_thinking = True, self._open.lstrip().startswith("<think>")
-        while (end := self._end_of_block()) is not None:
-            self._print(self._open[:end])
-            self._open = self._open[end:]
+    def add(self, part: AnswerPart) -> None:
+        """Adds a part."""
+        kind = type(part) if isinstance(part, ContentPart | ReasoningPart) else ReadableCalls
+        if kind is not self._kind:
+            self._end_kind()
+            self._kind = kind
+        self._open += part.text if isinstance(part, ContentPart | ReasoningPart) else self._calls.text(part)
+        if self._kind is not ReadableCalls:
+            while (end := end_of_block(self._open)) is not None:
+                self._print(self._open[:end])
+                self._open = self._open[end:]
         now = time.monotonic()
         if now - self._drawn >= _REFRESH_SECONDS:
             self._drawn = now
@@ -94,27 +97,27 @@ class StreamedMarkdown:
 
     def close(self) -> None:
         """Prints what is left."""
+        self._end_kind()
         self._live.update(Text(""), refresh=True)
         self._live.stop()
-        if self._open.strip():
-            self._console.print(self._rendered(self._open))
+
+    def _end_kind(self) -> None:
+        """Prints the rest of the reasoning, the content or the calls."""
+        if self._kind is ReadableCalls:
+            self._open += self._calls.end()
+            self._calls = ReadableCalls()
+        self._print(self._open)
+        self._open = ""
 
     def _print(self, text: str) -> None:
         if text.strip():
             self._live.update(Text(""))
             self._console.print(self._rendered(text))
-        if _END_OF_THINKING in text:
-            self._is_thinking = False
-
-    def _end_of_block(self) -> int | None:
-        """Returns where the first complete block of the open text ends, or None if there is none."""
-        if self._is_thinking:
-            end = self._open.find(_END_OF_THINKING)
-            return end + len(_END_OF_THINKING) if end >= 0 else None
-        return end_of_block(self._open)
 
     def _rendered(self, text: str) -> Markdown | Text:
-        return Text(text.strip(), style="dim italic") if self._is_thinking else Markdown(text)
+        if self._kind is ContentPart:
+            return Markdown(text)
+        return Text(text.strip(), style="dim italic" if self._kind is ReasoningPart else "cyan")
 
 
 def end_of_block(text: str) -> int | None:

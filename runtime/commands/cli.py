@@ -1,4 +1,4 @@
-"""Command line of meshserve: meshserve serve | generate | embed | chat | top | plan | convert | token | bench | demo.
+"""Command line of meshserve, with the commands that its help lists.
 
 The flags of `serve`, `generate` and `plan` are generated from `ServeConfig`. Flags override the TOML file, which
 overrides the defaults. Heavy imports happen inside the commands, so that --help stays fast.
@@ -7,8 +7,8 @@ overrides the defaults. Heavy imports happen inside the commands, so that --help
 import argparse
 import ast
 import importlib
-import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..api.errors import ConfigError, EngineStoppedError, MeshserveError
-from ..api.quantisation import NOT_QUANTIZED
+from ..api.versions import installed_version
+from ..model_files.quantization import NOT_QUANTIZED
 from ..options.flags import Parser, add_options, serve_config
 from ..options.serve_config import options, server_only_options
 from ..telemetry.logs import complain, configure_logs, drop_output
 from ..weights.registry import published_names
+
+_log = logging.getLogger(__name__)
 
 _EXIT_USAGE = 2
 _MAX_TOKEN_DAYS = 36_500
@@ -31,12 +34,13 @@ examples:
   meshserve serve demo --cpu-devices 4 --tp 4      serve the embedded model on four virtual CPU devices
   meshserve chat                                   talk to the server on this machine
   meshserve top                                    watch the server on this machine
+  meshserve compile Qwen/Qwen3-8B --cache-dir DIR  compile its programs ahead, for servers on machines like this one
   meshserve plan qwen3-32b --target h100:8         memory and speed of a model on a machine, before there is one
   meshserve generate Qwen/Qwen3-8B --input prompts.jsonl --output completions.jsonl
   meshserve bench serve --rate 4 8 16              put load on the server on this machine
 
 `meshserve COMMAND --help` explains a command."""
-_BENCHMARK_FOLDERS = ("load", "engine", "kernels", "checks", "mesh")  # of meshserve.benchmarks
+_BENCHMARK_FOLDERS = ("load", "engine", "kernels", "checks", "mesh")  # folders of meshserve.benchmarks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +81,7 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    version = f"meshserve {importlib.metadata.version('meshserve')}"
+    version = f"meshserve {installed_version()}"
     parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands", dest="command")
 
@@ -85,13 +89,26 @@ def _parser() -> Parser:
     add_options(serve)
     serve.set_defaults(run=_serve)
 
+    compile_ahead = commands.add_parser("compile", help="fill --cache-dir with a server's programs, without serving")
+    add_options(compile_ahead)
+    compile_ahead.set_defaults(run=_compile)
+
     generate = commands.add_parser("generate", help="complete a file of prompts, without a server")
     add_options(generate, left_out=server_only_options())
     generate.add_argument(
-        "--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields"
+        "--input",
+        type=Path,
+        required=True,
+        help="JSONL: prompt or prompt_token_ids, sampling fields; or OpenAI's batches: custom_id, method, url, body",
     )
     generate.add_argument(
-        "--output", type=Path, required=True, help="JSONL: index, sample, token_ids, text, finish_reason"
+        "--output",
+        type=Path,
+        required=True,
+        help="JSONL: index, sample, token_ids, text, finish_reason; or OpenAI's: id, custom_id, response, error",
+    )
+    generate.add_argument(
+        "--errors", type=Path, help="for OpenAI's format: JSONL of what failed (OUTPUT with .errors.jsonl)"
     )
     generate.set_defaults(run=_generate)
 
@@ -114,6 +131,10 @@ def _parser() -> Parser:
     token.add_argument("--days", type=int, default=0, help="days until it expires; 0: never (%(default)s)")
     token.set_defaults(run=_token)
 
+    protos = commands.add_parser("protos", help="write the gRPC contract, to generate clients in other languages")
+    protos.add_argument("directory", type=Path, help="directory to write to; files of the same names are replaced")
+    protos.set_defaults(run=_protos)
+
     demo = commands.add_parser("demo", help="serve the embedded model on a CPU mesh and stream from it")
     demo.add_argument("--tp", type=int, default=4, help="tensor-parallel size (%(default)s)")
     demo.add_argument(
@@ -129,6 +150,7 @@ def _add_chat(commands: Any) -> None:
     chat.add_argument("--max-tokens", type=int, help="maximum tokens per answer (default: what fits the context)")
     chat.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy (default: the server's)")
     chat.add_argument("--system", default="", help="system message that starts the conversation")
+    chat.add_argument("--adapter", default="", metavar="NAME", help="adapter that answers (default: the model itself)")
     add_credentials(chat)
     chat.set_defaults(run=_chat)
 
@@ -148,7 +170,7 @@ def _add_convert(commands: Any) -> None:
         "--quantize",
         choices=options()["quantize"].choices,
         default=NOT_QUANTIZED,
-        help="quantise the weights of an unquantised model (%(default)s)",
+        help="quantize the weights of an unquantized model (%(default)s)",
     )
     convert.add_argument("--verify", action="store_true", help="read the checkpoint and compare all its checksums")
     convert.set_defaults(run=_convert)
@@ -201,11 +223,20 @@ def _add_embed(commands: Any) -> None:
     embed.add_argument("--input", type=Path, required=True, help="JSONL: text or token_ids, id; or .txt, a text a line")
     embed.add_argument("--output", type=Path, required=True, help="embeddings as .jsonl, .npy or .parquet, by its name")
     embed.add_argument(
-        "--instruction", default="", help="embed the texts as queries with this instruction (default: as documents)"
+        "--instruction",
+        help="embed the texts as queries with this instruction (default: as documents, or with the "
+        "prompt that the model's files name as default; empty: without either)",
     )
-    embed.add_argument("--dimensions", type=int, default=0, help="numbers of each embedding; 0: all (%(default)s)")
     embed.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, default=True, help="scale embeddings to length 1"
+        "--dimensions",
+        type=int,
+        default=0,
+        help="numbers of each embedding; 0: as the model's files say, or all (%(default)s)",
+    )
+    embed.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="scale embeddings to length 1 (default: unless the model's modules.json has no Normalize)",
     )
     embed.add_argument("--truncate", action="store_true", help="shorten texts that do not fit in the context")
     embed.set_defaults(run=_embed)
@@ -255,16 +286,44 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 def _serve(namespace: argparse.Namespace) -> int:
     from ..startup.serve import serve_config_until_stopped
 
-    return serve_config_until_stopped(serve_config(namespace), lambda: serve_config(namespace))
+    notes: list[str] = []
+    config = serve_config(namespace, notes.append)
+    configure_logs(config.log_format)
+    for note in notes:
+        _log.info("%s", note)
+    read = (lambda: serve_config(namespace, lambda note: None)) if namespace.config else None
+    return serve_config_until_stopped(config, read)
+
+
+def _compile(namespace: argparse.Namespace) -> int:
+    from ..startup.compile_ahead import compile_ahead
+
+    print(compile_ahead(serve_config(namespace)))
+    return 0
 
 
 def _generate(namespace: argparse.Namespace) -> int:
+    from ..openai.batches.batch_lines import is_batch_file
     from .generate import generate_file
 
+    if is_batch_file(namespace.input):
+        return _generate_batch(namespace)
+    if namespace.errors is not None:
+        raise ConfigError("--errors is for files in OpenAI's batch format only. Leave it out.")
     num_failed = generate_file(serve_config(namespace), namespace.input, namespace.output)
     if num_failed:
         print(f"meshserve: {num_failed} samples failed; see `error` in {namespace.output}", file=sys.stderr)
     return 1 if num_failed else 0
+
+
+def _generate_batch(namespace: argparse.Namespace) -> int:
+    from .generate_batch import answer_batch
+
+    errors = namespace.errors or namespace.output.with_suffix(".errors.jsonl")
+    counts = answer_batch(serve_config(namespace), namespace.input, namespace.output, errors)
+    failed = f", {counts.failed:,} failed; see {errors}" if counts.failed else ""
+    print(f"meshserve: of {counts.total:,} lines {counts.completed:,} are answered{failed}", file=sys.stderr)
+    return 1 if counts.failed else 0
 
 
 def _embed(namespace: argparse.Namespace) -> int:
@@ -292,6 +351,7 @@ def _chat(namespace: argparse.Namespace) -> int:
         max_tokens=namespace.max_tokens,
         temperature=namespace.temperature,
         system=namespace.system,
+        adapter=namespace.adapter,
         credentials=credentials,
         token=token,
     )
@@ -299,7 +359,7 @@ def _chat(namespace: argparse.Namespace) -> int:
 
 def _top(namespace: argparse.Namespace) -> int:
     from ..client.client import Client, credentials_from
-    from ..dashboard.top import Reader, show_top
+    from ..client.dashboard.top import Reader, show_top
 
     if namespace.interval <= 0 or (namespace.screens is not None and namespace.screens < 1):
         raise ConfigError("--interval must be above 0, and --screens 1 or more.")
@@ -323,10 +383,10 @@ def _convert(namespace: argparse.Namespace) -> int:
 
 
 def _plan(namespace: argparse.Namespace) -> int:
-    from ..planning.report import Asked, run_plan
+    from ..plan.report import PlanRequest, run_plan
 
     config = serve_config(namespace)
-    asked = Asked(
+    asked = PlanRequest(
         config=config,
         target=namespace.target,
         tensor_parallelism=config.tp,
@@ -361,6 +421,14 @@ def _token(namespace: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     print(token)
+    return 0
+
+
+def _protos(namespace: argparse.Namespace) -> int:
+    from .protos import write_protos
+
+    for path in write_protos(namespace.directory):
+        print(path)
     return 0
 
 

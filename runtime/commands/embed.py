@@ -1,7 +1,6 @@
 """`meshserve embed`: embeds a file of texts without a server."""
 
 import dataclasses
-import importlib.metadata
 import threading
 import time
 from collections import deque
@@ -12,16 +11,17 @@ import numpy as np
 from tqdm import tqdm
 
 from ..api.errors import EngineStoppedError, InvalidRequestError, MeshserveError
-from ..api.model_config import EMBED
 from ..api.request import FinishReason, Output, RequestOptions
+from ..api.tasks import EMBED
+from ..api.versions import installed_version
 from ..options.serve_config import ServeConfig
-from ..pooling.pooled_rows import POOLING_PARAMS
-from ..pooling.prompt_formats import PromptFormat, checked_instruction
-from ..pooling.results import EmbeddingForm
+from ..program.pooled_rows import POOLING_PARAMS
+from ..retrieval.prompt_formats import PromptFormat, checked_instruction
+from ..retrieval.results import EmbeddingForm
 from ..scheduler.limits import check_prompt_length
 from ..startup.interpreter import take_turns_often
 from ..startup.launch import Launched, launch
-from .embedding_files import Result, ResumableFile, Source, Text, form_of, inspect, read_texts
+from .embedding_files import InputSummary, Result, ResumableFile, Text, form_of, inspect, read_texts
 
 _GROUP_TEXTS = 64  # written at a time
 _OPEN_GROUPS = 32  # tokenised and submitted ahead of the device; bounds the memory
@@ -31,9 +31,9 @@ _OPEN_GROUPS = 32  # tokenised and submitted ahead of the device; bounds the mem
 class EmbedOptions:
     """The options of the command besides those of the model."""
 
-    instruction: str = ""
+    instruction: str | None = None  # None: the model's default prompt; empty: neither
     dimensions: int = 0  # 0: those of the model
-    is_normalized: bool = True
+    is_normalized: bool | None = None  # None: as the model's files say
     truncate: bool = False
 
 
@@ -71,20 +71,18 @@ def embed_file(config: ServeConfig, source: Path, target: Path, options: EmbedOp
     if target.exists() and target.samefile(source):
         raise MeshserveError(f"--output {target} is the input file. Choose another file.")
     form_of(target, 1, 1)  # fail before the model is loaded
-    checked_instruction(options.instruction)
+    checked_instruction(options.instruction or "")
     window = _Window()
     config = dataclasses.replace(config, max_waiting=_GROUP_TEXTS * (_OPEN_GROUPS + 1))
     take_turns_often()
     launched = launch(config, window.deliver, task=EMBED)
     try:
         length = launched.info.embedding_dimensions
-        form = EmbeddingForm(
-            model_dimensions=length, dimensions=options.dimensions or length, is_normalized=options.is_normalized
-        )
+        form = launched.embedding.form(length, options.dimensions or None, options.is_normalized)
         settings = {
             "input_sha256": texts.sha256, "model": config.model, "revision": config.revision,
             "dtype": launched.info.dtype, "quantization": launched.info.quantization,
-            "meshserve": importlib.metadata.version("meshserve"), **dataclasses.asdict(options),
+            "meshserve": installed_version(), **dataclasses.asdict(options),
         }  # fmt: skip
         launched.engine.start()
         with ResumableFile(target, form_of(target, texts.num_texts, form.dimensions), settings) as output:
@@ -165,10 +163,11 @@ class _Run:
         self._launched, self._form, self._window = launched, form, window
         self._max_context = launched.info.max_context_tokens
         max_tokens = self._max_context - 1 if options.truncate else None
-        self._prompts = PromptFormat(launched.tokenizer, options.instruction, max_tokens)
+        prompt = launched.embedding.prompt if options.instruction is None else ""
+        self._prompts = PromptFormat(launched.tokenizer, options.instruction or "", max_tokens, prompt)
         self._num_failed = self._num_tokens = 0
 
-    def run(self, source: Source, output: ResumableFile) -> Summary:
+    def run(self, source: InputSummary, output: ResumableFile) -> Summary:
         """Writes all results that are missing."""
         began, first = time.monotonic(), output.num_done
         if first:
@@ -184,7 +183,7 @@ class _Run:
         )  # fmt: skip
 
     @staticmethod
-    def _groups(source: Source, first: int) -> Iterator[_Group]:
+    def _groups(source: InputSummary, first: int) -> Iterator[_Group]:
         texts: list[Text] = []
         for text in read_texts(source, first):
             texts.append(text)
@@ -207,7 +206,7 @@ class _Run:
         try:
             if prompts:
                 submit(str(group.first), prompts, POOLING_PARAMS, RequestOptions())
-        except InvalidRequestError:  # of one of them, which does not fit in the cache
+        except InvalidRequestError:  # one of the texts does not fit in the cache
             self._submit_one_by_one(group, prompts)
 
     def _submit_one_by_one(self, group: _Group, prompts: Sequence[tuple[int, ...]]) -> None:

@@ -20,18 +20,18 @@ import numpy as np
 from ..api.errors import ConfigError, MeshserveError
 
 _BLOCK_BYTES = 2**22
-_ROWS_PER_BATCH = 1_024  # of a Parquet file that is being written
+_ROWS_PER_BATCH = 1_024  # in a Parquet file that is being written
 
 
 class Text(NamedTuple):
     """One line of the input: a text, or its token ids."""
 
-    number: int  # of the line, from 1
+    number: int  # the line's number, from 1
     content: str | tuple[int, ...]
     given_id: Any = None  # copied to the output
 
 
-class Source(NamedTuple):
+class InputSummary(NamedTuple):
     """What a first pass over the input has found."""
 
     path: Path
@@ -39,7 +39,7 @@ class Source(NamedTuple):
     sha256: str
 
 
-def inspect(path: Path) -> Source:
+def inspect(path: Path) -> InputSummary:
     """Counts the texts of a file.
 
     Raises:
@@ -50,10 +50,10 @@ def inspect(path: Path) -> Source:
         for line in file:
             digest.update(line)
             num_texts += bool(line.strip())
-    return Source(path, num_texts, digest.hexdigest())
+    return InputSummary(path, num_texts, digest.hexdigest())
 
 
-def read_texts(source: Source, first: int) -> Iterator[Text]:
+def read_texts(source: InputSummary, first: int) -> Iterator[Text]:
     """Yields the texts from index `first` on, a line at a time. Each line of a .txt file is a text.
 
     Other files are JSONL: each line is an object with `text` or `token_ids`, and optionally `id`, which may be any
@@ -101,7 +101,7 @@ def _reading(path: Path) -> Iterator[IO[bytes]]:
 class Result(NamedTuple):
     """The embedding of a text, or why there is none."""
 
-    place: int  # of the text in the input, from 0
+    place: int  # the text's index in the input
     text: Text
     embedding: np.ndarray | None  # [dimensions] float32
     num_tokens: int = 0
@@ -236,7 +236,7 @@ class ResumableFile:
 
     Args:
       target: The output.
-      form: Of the output.
+      form: The form of the output.
       settings: What the results depend on; a run continues another one only if they are equal.
 
     Raises:

@@ -14,18 +14,18 @@ from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
 from ..api.errors import InvalidRequestError, MeshserveError
-from ..api.sampling_params import params_table
+from ..api.sampling_params import params_table, without_unset
 from ..client import messages
-from ..offline.prompt_batch import Batch, Completion, Prompt
+from ..offline.prompt_batch import AccumulatedOutput, Prompt, PromptBatch
 from ..options.serve_config import ServeConfig
 from ..startup.interpreter import take_turns_often
 from ..startup.launch import launch
 
 _SAMPLING_FIELDS = tuple(name for name in params_table() if name != "num_resumed_tokens")
-_OPTION_FIELDS = ("n", "priority", "cache_salt")
+_OPTION_FIELDS = ("n", "priority", "cache_salt", "adapter")
 
 
-def _line(completion: Completion, index: int, sample: int) -> str:
+def _line(completion: AccumulatedOutput, index: int, sample: int) -> str:
     line: dict[str, Any] = {
         "index": index,
         "sample": sample,
@@ -54,7 +54,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Reads the prompts of a JSONL file.
 
     Each line is an object with `prompt` (text) or `prompt_token_ids`, and optionally fields of `SamplingParams` and the
-    fields `n`, `priority` and `cache_salt` of `RequestOptions`.
+    fields `n`, `priority`, `cache_salt` and `adapter` of `RequestOptions`.
 
     Raises:
       MeshserveError: The file cannot be read, or a line is invalid. The message gives the line number.
@@ -106,7 +106,7 @@ def _request(raw: Mapping[str, Any]) -> pb.GenerateRequest:
 
     Beyond that mapping, `stop` may be one string, and a JSON schema an object.
     """
-    sampling = {name: raw[name] for name in _SAMPLING_FIELDS if name in raw}
+    sampling = without_unset({name: raw[name] for name in _SAMPLING_FIELDS if name in raw})
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
     asked = sampling.pop("constraint", None)
@@ -145,7 +145,7 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
         target.open("a").close()
     if target.samefile(source):
         raise MeshserveError(f"--output {target} is the input file. Choose another file.")
-    batch = Batch(prompts)
+    batch = PromptBatch(prompts)
     config = dataclasses.replace(config, max_waiting=max(sum(prompt.options.n for prompt in prompts), 1))
     take_turns_often()
     launched = launch(config, batch.deliver)

@@ -1,1 +1,4 @@
-"""Runs the engine loop: plan, dispatch, collect and stream, one step ahead of the device."""
+"""What happens between two steps?
+
+The engine loop: plan, dispatch, collect and stream, one step ahead of the device.
+"""

@@ -7,77 +7,46 @@ device therefore always has its next step queued. The cost is that an end which 
 stop string) is seen one step late; that step's token for the request is dropped.
 """
 
-import logging
-import math
+import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeGuard
 
-import jax
 import numpy as np
 
-from meshserve.kernels.p2p import gpu as p2p_gpu
-
+from ..adapters.changes import AdapterChanges
+from ..api.adapters import AdapterCatalog, NoAdapters, named_adapter
 from ..api.engine_api import Deliver
-from ..api.errors import EngineStoppedError
+from ..api.errors import EngineStoppedError, UnavailableFeatureError
 from ..api.request import DEFAULT_OPTIONS, FinishReason, Load, Request, RequestOptions
-from ..api.sampling_params import MAX_SEED, SamplingParams
-from ..draft_model.proposing_runner import ProposingRunner, propose_and_run
-from ..drafting.model_drafter import fill_unknown
+from ..api.sampling_params import SamplingParams
+from ..draft.model.proposing_runner import ProposingRunner, propose_and_run
 from ..host_cache.host_cache import HostCache
-from ..pooling.pooled_rows import PooledRows
 from ..program.batch import BatchBuilder
-from ..program.processor_batch import ProcessorBatch
+from ..program.pooled_rows import PooledRows
+from ..program.processors.processor_batch import ProcessorBatch
+from ..scheduler.adapter_slots import AdapterSlots
+from ..scheduler.drafts.model_drafter import fill_unknown
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_plan import StepPlan
+from ..supervision.supervisor import BackgroundTask, Supervisor
 from ..text.tokenizer import TextStream, Tokenizer
+from .flight import Flight, Interlude, reason_of
 from .logprobs import StepLogprobs
+from .new_samples import new_samples
 from .output_streams import OpenSamples
 from .runner import Runner
-from .step_record import Record, StepRecord, StepRecorder
+from .step_record import Record, StepRecorder
 
 if TYPE_CHECKING:
     from ..text.grammar import Grammar
 
-_log = logging.getLogger(__name__)
-
 # More outputs of a step are delivered behind the next dispatch, which the threads that send them would hold up, if
-# there is time to send them while the device is busy: so many seconds for each request.
+# there is time to send them while the device is busy: `_SEND_SECONDS` for each request.
 _MAX_OUTPUTS_AT_ONCE, _SEND_SECONDS = 64, 3e-5
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A dispatched step whose tokens have not been collected."""
-
-    plan: StepPlan
-    sampled: jax.Array | np.ndarray
-    dispatched: float  # time of the dispatch, in seconds
-    record: StepRecord | None
-    logprobs: StepLogprobs | None = None
-    # How many of its samples count, by the index of a request; 0 if it was withdrawn. Of other requests, all count.
-    num_valid: Mapping[int, int] = field(default_factory=dict)
-    proposed: jax.Array | np.ndarray | None = None  # the plan's draft tokens, if they are yet to be filled in
-
-
-def _reason_of(error: BaseException) -> str:
-    """Describes why the loop failed: the exception and, for the P2P all-reduce, the GPU that did not answer."""
-    timeouts = p2p_gpu.timeouts()
-    raised = f"{type(error).__name__}: {error}"
-    return raised if timeouts is None else f"{timeouts}; {raised}"
-
-
-@dataclass(frozen=True)
-class _Pause:
-    """Something to do between two steps."""
-
-    action: Callable[[], None]
-    done: Future[None] = field(default_factory=Future)
 
 
 class Engine:
@@ -112,33 +81,38 @@ class Engine:
         self._pages = pages
         self._batches = batches
         self.runner = runner
+        self.adapters: AdapterCatalog = NoAdapters()
+        self.adapter_slots: AdapterSlots | None = scheduler.adapters
         self._deliver = deliver
         self._recorder = StepRecorder(scheduler, pages, record) if record is not None else None
         self._clock = clock
+        self.draw_seed: Callable[[int], int] = secrets.randbits  # returns a seed of so many bits for a request
         self._open = OpenSamples(scheduler, tokenizer)
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._has_time = False  # see `_SEND_SECONDS`
-        self._pause: _Pause | None = None
+        self._pause: Interlude | None = None
         self._is_stopping = False
         self.failure: str | None = None  # why the loop failed; None while the engine is healthy
         # Guards everything above except `_flight` and `_has_time`, which only the engine's thread uses. Held for under
         # a millisecond.
         self._changed = threading.Condition()
         self._is_held = False  # see `hold`, which writes it without the lock
+        self.is_paused = False  # see `pause`
+        self._num_weights = 0  # changes of the weights since the start
         self._delivering = threading.RLock()  # acquired before `_changed`, to deliver outputs in order
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._task: BackgroundTask | None = None  # the engine's thread
 
-    def start(self) -> None:
+    def start(self, supervisor: Supervisor | None = None) -> None:
         """Starts the engine's thread."""
-        self._thread.start()
+        self._task = (supervisor or Supervisor()).once("engine", self._run)
 
     def stop(self) -> None:
         """Ends every open request as cancelled and waits until the loop has ended. Idempotent."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._task is not None:
+            self._task.join()
 
     def fail(self, reason: str) -> None:
         """Ends every open request with `reason` at once, and the loop after the current step.
@@ -153,7 +127,7 @@ class Engine:
         self._flush()
 
     def check_room(self, tenant: str = "", weight: float = 1.0) -> None:
-        """Implements `engine_api.Engine.check_room`."""
+        """Implements `engine_api.EngineApi.check_room`."""
         if self._scheduler.num_waiting < self._scheduler.limits.max_waiting:
             return  # reads one number without the lock, which a step may hold; `submit` checks again
         with self._changed:
@@ -171,11 +145,12 @@ class Engine:
 
         Raises:
           InvalidRequestError: The request can never be served, or its id is in use.
+          AdapterError: It names an adapter that is not loaded, or has other content than it asks for.
           QueueFullError: The queue is full.
           EngineStoppedError: The engine is stopping or has failed.
         """
         assert (grammar is None) == (params.constraint is None), "pass a grammar with a constraint, and only then"
-        samples = self._samples(request_id, [tuple(prompt_token_ids)] * options.n, params, options)
+        samples = self._new_samples(request_id, [tuple(prompt_token_ids)] * options.n, params, options)
         self._scheduler.prepare(samples)  # without the lock, because a long prompt takes a millisecond
         resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
         self._accept(samples, grammar, self._open.text_after(params, resumed))
@@ -183,8 +158,8 @@ class Engine:
     def submit_prompts(
         self, request_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams, options: RequestOptions
     ) -> None:
-        """Implements `engine_api.Engine.submit_prompts`."""
-        samples = self._samples(request_id, list(map(tuple, prompts)), params, options)
+        """Implements `engine_api.EngineApi.submit_prompts`."""
+        samples = self._new_samples(request_id, list(map(tuple, prompts)), params, options)
         for sample in samples:
             self._scheduler.prepare([sample])
         self._accept(samples, None, None)
@@ -202,35 +177,19 @@ class Engine:
                 self._changed.notify()
 
     def hold(self, is_held: bool) -> bool:
-        """Implements `engine_api.Engine.hold`."""
+        """Implements `engine_api.EngineApi.hold`."""
         self._is_held = is_held and not self._scheduler.has_work  # reads a length, without the lock
         if not is_held:
             with self._changed:
                 self._changed.notify()
         return self._is_held
 
-    def _samples(
+    def _new_samples(
         self, request_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, options: RequestOptions
     ) -> list[Request]:
-        now = self._clock()
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        timeout_seconds = math.inf if options.timeout_seconds is None else options.timeout_seconds
-        return [
-            Request(
-                request_id=request_id,
-                prompt_token_ids=prompt_token_ids,
-                params=params,
-                seed=(seed + index) % (MAX_SEED + 1),
-                index=index,
-                priority=options.priority,
-                cache_salt=options.cache_salt,
-                tenant=options.tenant,
-                weight=options.weight,
-                arrival_seconds=now,
-                deadline_seconds=now + timeout_seconds,
-            )
-            for index, prompt_token_ids in enumerate(prompts)
-        ]
+        adapter = named_adapter(self.adapters, options.adapter, options.adapter_digest)
+        seed = self.draw_seed(63) if params.seed is None else params.seed
+        return new_samples(request_id, prompts, params, options, seed=seed, now=self._clock(), adapter=adapter)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """Ends all samples of a request and frees their pages at once. Unknown and ended requests are ignored."""
@@ -257,8 +216,7 @@ class Engine:
     def rebuild(self, make_runner: Callable[[], tuple[Runner, int]]) -> None:
         """Replaces the runner between two steps, and waits until it is replaced.
 
-        Running requests lose their pages and recompute their tokens
-        afterwards; their streams pause. New requests are accepted throughout.
+        Running requests lose their pages and recompute their tokens afterwards. New requests are accepted throughout.
 
         Args:
           make_runner: Creates the runner with an empty cache, and returns it and its number of pages. Runs on the
@@ -276,28 +234,66 @@ class Engine:
             with self._changed:
                 self.runner = runner
                 self._pages.reset(num_pages)
+                if self.adapter_slots is not None:
+                    self.adapter_slots.reset()
                 self._end_too_large()
 
         self.between_steps(replace)
 
-    def between_steps(self, action: Callable[[], None]) -> None:
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights that compute the next tokens."""
+        return self._open.weight_version
+
+    def begin_weights(self, version: str, *, aborting: str = "") -> None:
+        """Notes, between two steps, that other weights compute the next tokens. No page of before is found any more.
+
+        Unfinished requests recompute theirs; or, with the message `aborting`, they end with the tokens that they have.
+        """
+        with self._changed:
+            if aborting:
+                self.end_open(aborting)
+            self._num_weights += 1
+            self._scheduler.begin_weights(hashlib.sha256(f"{self._num_weights}\0{version}".encode()).digest())
+            self._pages.flush()
+            self._open.begin_version(version)
+
+    def end_open(self, message: str) -> None:
+        """Ends all unfinished requests as cancelled, with a message and the tokens that they have."""
+        with self._changed:
+            for sample in self._open.unfinished:
+                self._open.end(sample, FinishReason.CANCELLED, self._clock(), message)
+            self._changed.notify()
+
+    def pause(self, is_paused: bool) -> None:
+        """Stops the steps, after the one in flight, or lets them go on. Requests are accepted, and wait."""
+        with self._changed:
+            self.is_paused = is_paused
+            self._changed.notify()
+
+    def between_steps(self, action: Callable[[], None], *, after_open: bool = False) -> None:
         """Runs `action` on the engine's thread while no step is in flight, and waits for it.
 
-        If it raises, the engine fails.
+        With `after_open`, open requests end first, and new ones wait. If the action raises, the engine fails.
 
         Raises:
           EngineStoppedError: The engine is not running, or is already pausing for another action.
+          UnavailableFeatureError: Open requests are to end first, and the engine is paused.
           Exception: Whatever `action` raises.
         """
-        pause = _Pause(action)
+        pause = Interlude(action, after_open)
         with self._changed:
-            if self._is_stopping or self.failure is not None or not self._thread.is_alive() or self._pause is not None:
-                raise EngineStoppedError("the engine is not running, or its mesh is being changed or profiled.")
+            is_running = self._task is not None and self._task.is_alive and not self._is_stopping
+            if not is_running or self.failure is not None or self._pause is not None:
+                raise EngineStoppedError("the engine is not running, is being changed, or is being profiled.")
+            if after_open and self.is_paused and self._scheduler.has_work:
+                raise UnavailableFeatureError("the engine is paused: open requests cannot end. Abort or continue them.")
+            self._scheduler.hold_new(after_open)
             self._pause = pause
             self._changed.notify()
         pause.done.result()
 
-    def _run_pause(self, pause: _Pause) -> None:
+    def _run_pause(self, pause: Interlude) -> None:
         if self._flight is not None:
             self._complete(self._flight, self._collect(self._flight))
             self._flight = None
@@ -305,6 +301,7 @@ class Engine:
         pause.action()
         with self._changed:
             self._pause = None
+            self._scheduler.hold_new(False)
         pause.done.set_result(None)
 
     def _end_too_large(self) -> None:
@@ -318,26 +315,30 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                if self._pause is not None:
+                if self._is_due(self._pause):
                     self._run_pause(self._pause)
                 else:
                     self._step()
         except BaseException as error:  # any failure, also a panic in a library, must end every open request
-            _log.exception("the engine loop failed")
             with self._changed:
-                self.failure = self.failure or _reason_of(error)
+                self.failure = self.failure or reason_of(error)
                 self._open.end_all(FinishReason.ERROR, self._clock(), self.failure)
                 self._refuse_pause(error)
+            raise  # to the supervisor, which logs and counts it
         else:
             with self._changed:
                 self._open.end_all(FinishReason.CANCELLED, self._clock(), "the server is stopping")
                 self._refuse_pause(EngineStoppedError("the engine is stopping."))
-        self._flush()
+        finally:
+            self._flush()
 
     def _refuse_pause(self, error: BaseException) -> None:
         """Fails what is to be done between two steps with `error`."""
         if self._pause is not None:
             self._pause.done.set_exception(error)
+
+    def _is_due(self, pause: Interlude | None) -> TypeGuard[Interlude]:
+        return pause is not None and not (pause.after_open and self._scheduler.has_work)
 
     def _wait_for_work(self) -> bool:
         """Waits until there is work. Returns False when the engine is to stop."""
@@ -345,8 +346,8 @@ class Engine:
             self._changed.wait_for(
                 lambda: (
                     self._is_stopping
-                    or self._pause
-                    or (self._scheduler.has_work and not self._is_held)
+                    or self._is_due(self._pause)
+                    or (self._scheduler.has_work and not self._is_held and not self.is_paused)
                     or (self.host_cache is not None and self.host_cache.is_behind)
                     or self._flight
                     or self._open.num_outputs
@@ -378,7 +379,7 @@ class Engine:
         if flight is None or self._open.num_outputs <= _MAX_OUTPUTS_AT_ONCE or not self._has_time:
             self._flush()
 
-    def _dispatch(self) -> tuple[_Flight, ProcessorBatch | None] | None:
+    def _dispatch(self) -> tuple[Flight, ProcessorBatch | None] | None:
         """Plans and dispatches a step; None if there is nothing to do.
 
         Also returns the logits processors that remain to be dispatched with `_control`, if any.
@@ -387,10 +388,11 @@ class Engine:
             started = self._clock()
             for arrival in self.host_cache.arrivals(started) if self.host_cache is not None else ():
                 self._scheduler.arrived(*arrival)
-            plan = self._scheduler.plan(started)
+            plan = self._scheduler.plan(started) if not self.is_paused else None
             for request in self._scheduler.take_expired():
                 self._open.expired(request, "its deadline passed or could no longer be met")
             copies = self.host_cache.take_commands(started, plan) if self.host_cache is not None else ()
+            adapters = AdapterChanges.of(self.adapter_slots, plan) if self.adapter_slots is not None else None
             if plan is not None:
                 chain, speculation = plan.draft_chain(self._scheduler.limits.draft_tokens), self._scheduler.speculation
                 if isinstance(self.runner, ProposingRunner) and self.runner.prepare(
@@ -403,6 +405,8 @@ class Engine:
                 record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
         for command in copies:
             self.runner.copy_pages(command)
+        if adapters is not None:
+            self.runner.change_adapters(adapters)
         if plan is None:
             return None
         for page_row in batch.page_table_rows:
@@ -412,12 +416,12 @@ class Engine:
             sampled, proposed = propose_and_run(self.runner, plan, proposing, batch)
         else:
             sampled, proposed = self.runner.run(batch.bucket, batch.packed), None
-        flight = _Flight(plan, sampled, dispatched, record, proposed=proposed)
+        flight = Flight(plan, sampled, dispatched, record, proposed=proposed)
         if batch.processors is None or any(request.is_constrained for request in plan.requests):
             return flight, batch.processors
         return self._control(flight, batch.processors), None
 
-    def _control(self, flight: _Flight, processors: ProcessorBatch) -> _Flight:
+    def _control(self, flight: Flight, processors: ProcessorBatch) -> Flight:
         """Dispatches the logits processors and log-probabilities of a step; returns it with the tokens sampled last."""
         for slot in processors.slots:
             self.runner.set_slot_adjustments(*slot)
@@ -434,7 +438,7 @@ class Engine:
         logprobs = StepLogprobs(flight.plan, sampled, prompt, processors.prompt_targets)
         return replace(flight, sampled=tokens, logprobs=logprobs)
 
-    def _collect(self, flight: _Flight) -> float:
+    def _collect(self, flight: Flight) -> float:
         """Waits for the tokens of a dispatch, books them and adds them to the outputs. Returns the step's seconds."""
         plan, began = flight.plan, self._clock()
         tokens, pooled = np.asarray(flight.sampled), None
@@ -457,15 +461,13 @@ class Engine:
                 self.host_cache.collected(plan, flight.dispatched, now)
         return now - flight.dispatched
 
-    def _complete(self, flight: _Flight, step_seconds: float) -> None:
+    def _complete(self, flight: Flight, step_seconds: float) -> None:
         """Completes the record of a collected step, behind the dispatch of the next, for which a device may wait."""
         if self._recorder is not None and flight.record is not None:
             with self._changed:
                 self._recorder.collected(flight.record, step_seconds)
 
-    def _renew_masks(
-        self, flight: _Flight | None, processors: ProcessorBatch | None, *, is_idle: bool
-    ) -> _Flight | None:
+    def _renew_masks(self, flight: Flight | None, processors: ProcessorBatch | None, *, is_idle: bool) -> Flight | None:
         """Fetches the token masks of constrained requests, and withdraws those without one from the step."""
         constrained = self._open.constrained
         if not constrained.has_work and (flight is None or processors is None):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..api.request import Request, TokenLogprobs
-from ..program.processor_batch import Logprobs
+from ..program.processors.processor_batch import Logprobs
 from ..scheduler.step_plan import StepPlan
 
 

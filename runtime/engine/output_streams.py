@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import InvalidRequestError
-from ..api.request import NOT_FINITE, FinishReason, Output, Request, TokenLogprobs
+from ..api.request import NOT_FINITE, FinishReason, Output, Request, TokenLogprobs, WeightSpan
 from ..api.sampling_params import SamplingParams
-from ..pooling.pooled_rows import PooledRows
+from ..program.pooled_rows import PooledRows
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_plan import Progress
 from ..text.constrained_samples import ConstrainedSamples, End
-from ..text.tokenizer import TextStream, Tokenizer
+from ..text.tokenizer import TextStream, Tokenizer, text_stream
 from .logprobs import StepLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..text.grammar import Grammar
+
+INITIAL_VERSION = "0"  # of the weights with which an engine starts
 
 
 class OpenSamples:
@@ -38,6 +40,26 @@ class OpenSamples:
         self._texts: dict[Request, TextStream] = {}
         self.constrained = ConstrainedSamples(scheduler.speculation.foresee)
         self._outputs: list[Output] = []
+        self.weight_version = INITIAL_VERSION  # of the weights that compute the next tokens
+        self._spans: dict[Request, list[WeightSpan]] = {}  # by earlier versions, of samples that have such tokens
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """All unfinished samples."""
+        return tuple(sample for samples in self._samples.values() for sample in samples)
+
+    def begin_version(self, version: str) -> None:
+        """Notes that other weights compute the following tokens. Call it while no step is in flight."""
+        for request in self.unfinished:
+            if spans := self._spans_of(request):
+                self._spans[request] = spans
+        self.weight_version = version
+
+    def _spans_of(self, request: Request) -> list[WeightSpan]:
+        """Returns which weights computed the output tokens so far."""
+        spans = self._spans.get(request, [])
+        num_new = len(request.output_token_ids) - sum(span.num_tokens for span in spans)
+        return [*spans, WeightSpan(self.weight_version, num_new)] if num_new > 0 else spans
 
     def of(self, request_id: str) -> tuple[Request, ...]:
         """Returns the unfinished samples of a request."""
@@ -57,13 +79,7 @@ class OpenSamples:
         """Returns the text stream of a sample that resumes after the tokens `resumed`. Needs no lock."""
         if self._tokenizer is None:
             return None
-        text = TextStream(
-            self._tokenizer,
-            params.stop,
-            include_stop=params.include_stop,
-            skip_special_tokens=params.skip_special_tokens,
-            num_free_tokens=params.min_tokens,
-        )
+        text = text_stream(self._tokenizer, params)
         text.push(resumed)
         return text
 
@@ -143,7 +159,7 @@ class OpenSamples:
     def end_all(self, reason: FinishReason, now: float, message: str) -> None:
         """Ends every request, also those that the scheduler has ended in a step that then failed."""
         self._scheduler.stop_publishing()  # because publishing may be what failed
-        for request in [sample for samples in self._samples.values() for sample in samples]:
+        for request in self.unfinished:
             self._scheduler.finish_at_token(request, reason, now)
             self._close(request, message=message)
 
@@ -160,6 +176,8 @@ class OpenSamples:
         """Adds the last output of a finished sample, including all text that was held back."""
         stream = self._texts.pop(request, None)
         self.constrained.close(request)
+        spans = self._spans_of(request)
+        self._spans.pop(request, None)
         samples = self._samples[request.request_id]
         samples.remove(request)
         if not samples:
@@ -175,6 +193,7 @@ class OpenSamples:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=len(request.output_token_ids),
             num_cached_tokens=request.num_cached_tokens,
+            weight_spans=tuple(spans),
         )
 
     def _put(self, request: Request, **content: Any) -> None:

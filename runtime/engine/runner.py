@@ -5,8 +5,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from ..adapters.changes import AdapterChanges
 from ..program.batch import Bucket
-from ..program.processor_batch import Logprobs, Sampled
+from ..program.processors.processor_batch import Logprobs, Sampled
 
 
 class Runner(Protocol):
@@ -26,6 +27,9 @@ class Runner(Protocol):
 
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
         """Returns the log-probabilities of `targets`, the tokens that follow those of the last `run`."""
+
+    def change_adapters(self, changes: AdapterChanges) -> None:
+        """Dispatches changes of the adapters on the devices, for the following steps."""
 
     def copy_pages(self, command: np.ndarray) -> None:
         """Dispatches a command of the host cache; see `host_cache.commands`."""

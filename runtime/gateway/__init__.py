@@ -1,1 +1,4 @@
-"""OpenAI's HTTP API: the off-the-shelf gateway `smg` as a child process of the server."""
+"""How do clients of OpenAI's HTTP API reach this server?
+
+The off-the-shelf gateway `smg` as a child process.
+"""

@@ -5,7 +5,7 @@ import contextlib
 from collections import deque
 from typing import Any
 
-from ..kv_events.feed import BlockRun, EventBatch, KvEventFeed, Replay
+from ..telemetry.kv_events.feed import BlockRun, EventBatch, KvEventFeed, Replay
 
 _MAX_BATCHES = 1_000  # that wait for a slow gateway; beyond them it gets the whole state instead
 _SNAPSHOT_BLOCKS = 512  # in a message
@@ -140,7 +140,7 @@ class _Messages:
                 block_hash=signed(number),
                 token_ids=run.token_ids[index * size : (index + 1) * size],
                 block_size=size,
-                extra_keys=[pb.KvBlockExtraKey(text=run.cache_salt)] if self._has_salt(run, index) else [],
+                extra_keys=[pb.KvBlockExtraKey(text=text) for text in _extra_keys(run, index)],
             )
             for index, number in enumerate(run.hashes)
         ]
@@ -149,8 +149,12 @@ class _Messages:
             stored.parent_block_hash = signed(run.parent)
         if run.cache_salt:
             stored.cache_salt = run.cache_salt
+        if run.adapter:
+            stored.lora_name = run.adapter
         return stored
 
-    @staticmethod
-    def _has_salt(run: BlockRun, index: int) -> bool:
-        return bool(run.cache_salt) and run.parent is None and index == 0
+
+def _extra_keys(run: BlockRun, index: int) -> list[str]:
+    """Returns what entered the hash of a block besides its tokens: its adapter and, in the first one, the salt."""
+    salts = [run.cache_salt] if run.cache_salt and run.parent is None and index == 0 else []
+    return [*([run.adapter] if run.adapter else []), *salts]

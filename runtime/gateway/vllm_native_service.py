@@ -16,12 +16,12 @@ from meshserve.protos import vllm_pb2_grpc as pb_grpc
 
 from ..api import proto_codec
 from ..api.constraint import Constraint
-from ..api.errors import EngineStoppedError, InvalidRequestError
+from ..api.errors import EngineStoppedError, InvalidRequestError, UnfinishedError
 from ..api.request import FinishReason, Output, RequestOptions
 from ..api.sampling_params import MAX_SEED, SamplingParams
 from ..api.tenants import LOCAL
+from ..server.edge import Backend, CheckedRequest, Edge, checked_request_id, on_behalf_of
 from ..server.grpc_status import abort
-from ..server.inference_service import Asked, Backend, Edge, checked_request_id, on_behalf_of
 
 SERVICES = ("vllm.Inference", "vllm.Control")  # whose health is that of the server
 _API_VERSION = "vllm"  # by which Dynamo recognises the API
@@ -34,7 +34,7 @@ _FINISH = {
     FinishReason.DEADLINE: pb.FinishInfo.ABORTED,
 }
 _UNSUPPORTED = {  # by message; they are refused if they are set
-    "": ("truncate_prompt_tokens", "media", "lora_name"),
+    "": ("truncate_prompt_tokens", "media"),
     "response": ("prompt_logprobs", "prompt_candidates"),
     "kv": ("kv_transfer_params", "ec_transfer_params"),
 }
@@ -157,8 +157,9 @@ class _Inference(pb_grpc.InferenceServicer):
             refuse_unsupported(request)
             salt = uuid.uuid4().hex if request.kv.bypass_prefix_cache else request.kv.cache_salt
             asked_options = RequestOptions(
-                n=request.sampling.num_sequences or 1, cache_salt=salt, priority=request.priority
-            )
+                n=request.sampling.num_sequences or 1, cache_salt=salt, priority=request.priority,
+                adapter=request.lora_name,
+            )  # fmt: skip
             options = on_behalf_of(LOCAL, asked_options)
             with self._edge.in_flight(method, request_id, LOCAL) as count_tokens:
                 backend, intake = self._edge.serving()
@@ -168,7 +169,7 @@ class _Inference(pb_grpc.InferenceServicer):
                     token_ids = intake.checked("text", await intake.encode(request.text, LOCAL.name))
                 params = sampling_params(request, backend.info.default_sampling)
                 writer = _Writer(request.response, token_ids, send)
-                asked = Asked(request_id, token_ids, params, options, began, LOCAL, count_tokens)
+                asked = CheckedRequest(request_id, token_ids, params, options, began, LOCAL, count_tokens)
                 await self._edge.stream(method, asked, writer.write, context)
         except Exception as error:
             await abort(context, error)
@@ -204,7 +205,7 @@ class _Writer:
                 outputs.candidate_tokens.append(pb.CandidateTokenInfo(tokens=tokens))
         if output.finish_reason is not None:
             if output.finish_reason is FinishReason.ERROR:
-                raise RuntimeError(output.message)  # the protocol has no word for it
+                raise UnfinishedError(output.message)  # the protocol has no word for it
             reason = _FINISH[output.finish_reason]
             outputs.finish_info.CopyFrom(
                 pb.FinishInfo(num_output_tokens=output.num_output_tokens, finish_reason=reason)

@@ -20,22 +20,26 @@ from typing import Any
 
 import grpc
 
+from meshserve.sharding.guarded_files import contained, read_guarded
+
 from ..api import proto_codec
 from ..api.constraint import CONSTRAINT_KINDS, Constraint
 from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError, UnavailableFeatureError
-from ..api.model_config import GENERATE
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import MAX_SEED, SamplingParams, params_table
+from ..api.tasks import GENERATE
 from ..api.tenants import LOCAL
+from ..server.edge import Backend, CheckedRequest, Edge, checked_request_id, on_behalf_of
 from ..server.grpc_status import abort
-from ..server.inference_service import Asked, Backend, Edge, checked_request_id, on_behalf_of
 from ..server.output_queue import join
+from ..server.retrieval_methods import RetrievalMethods
 from .kv_event_stream import stream_events
 from .vllm_native_service import add_native
 
 _GENERATE_FIELDS = frozenset("request_id tokenized text sampling_params stream".split())
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _CHUNK_BYTES = 65_536
+_MAX_FILE_BYTES = 256 << 20
 _METHOD, _EMBED_METHOD = "VllmEngine.Generate", "VllmEngine.Embed"  # in logs and metrics
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json",
@@ -110,6 +114,7 @@ class _VllmEngine:
 
     def __init__(self, edge: Edge, pb: Any, common: Any):
         self.edge = edge
+        self._retrieval = RetrievalMethods(edge)
         self.pb = pb
         self.common = common
         self.started = time.monotonic()
@@ -206,7 +211,7 @@ class _VllmEngine:
                     token_ids = intake.checked("text", await intake.encode(request.text, LOCAL.name))
                 params = sampling_params(request.sampling_params, backend.info.default_sampling)
                 writer = _Writer(self.pb, request.stream, token_ids[0], context)
-                asked = Asked(request_id, token_ids, params, options, began, LOCAL, count_tokens)
+                asked = CheckedRequest(request_id, token_ids, params, options, began, LOCAL, count_tokens)
                 await self.edge.stream(_METHOD, asked, writer.write, context)
         except Exception as error:
             await abort(context, error)
@@ -214,7 +219,7 @@ class _VllmEngine:
     async def Embed(self, request: Any, context: Any) -> Any:
         try:
             request_id, token_ids = checked_request_id(request.request_id or None), request.tokenized.input_ids
-            embedding = (await self.edge.embed_tokens(_EMBED_METHOD, request_id, token_ids, context)).tolist()
+            embedding = (await self._retrieval.embed_tokens(_EMBED_METHOD, request_id, token_ids, context)).tolist()
             return self.pb.EmbedResponse(
                 embedding=embedding, prompt_tokens=len(token_ids), embedding_dim=len(embedding)
             )
@@ -301,5 +306,5 @@ def _tokenizer_zip(directory: Path) -> tuple[bytes, str]:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _TOKENIZER_FILES:
             if (directory / name).is_file():
-                archive.write(directory / name, name)
+                archive.writestr(name, read_guarded(contained(directory, name), _MAX_FILE_BYTES).data)
     return buffer.getvalue(), hashlib.sha256(buffer.getbuffer()).hexdigest()

@@ -1,1 +1,4 @@
-"""Keeps pages evicted from the devices in host memory, and copies them back when a request needs them."""
+"""Where do pages go when the device has no room for them?
+
+To host memory, and back when a request needs them.
+"""

@@ -16,7 +16,7 @@ class BlockIndex:
 
     def clear(self) -> None:
         """Forgets all blocks and pins."""
-        self._keys: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()  # of each block, by row
+        self._keys: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()  # keys of each block, by row
         self._places: dict[bytes, tuple[int, int]] = {}  # block and row of each page
         self._pins: Counter[int] = Counter()
         self._free = list(range(self.num_blocks - 1, -1, -1))

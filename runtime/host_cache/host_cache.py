@@ -78,7 +78,7 @@ class _Fetch:
     first_page: int  # index in the request's pages
     keys: Sequence[bytes]
     parts: list[_Part]
-    num_sent: int = 0  # of the parts
+    num_sent: int = 0  # parts sent
     has_arrived: list[bool] = field(default_factory=list)  # by fetched page
     num_reported: int = 0  # pages that were reported as arrived
     has_failed: bool = False
@@ -113,7 +113,7 @@ class HostCache:
         self._page_size, self._max_running = limits.page_size, limits.max_running
         self._tickets = itertools.count()
         self._last_collected = 0.0
-        self.on_clear: Callable[[], None] = lambda: None  # replaced by what keeps pages elsewhere, too
+        self.on_clear: Callable[[], None] = lambda: None  # replaced by a cache that also keeps pages
         self.attach()
         self.reset(copier)
 
@@ -134,7 +134,7 @@ class HostCache:
         self._in_flight_since = 0.0
         self._adopted: deque[tuple[object, tuple[bytes, ...], Any]] = deque()
         self.epoch = object()  # another one after every change after which blocks of before must not be adopted
-        self._num_decodes = self._num_prompt_pages = 0  # of the step dispatched last
+        self._num_decodes = self._num_prompt_pages = 0  # in the step dispatched last
         self._uncollected: StepPlan | None = None  # that of the step dispatched last, until its tokens are collected
         self._num_waits = 0  # for copies to the device, since the last step
         self.is_behind = False  # whether pages are to be saved for which `take_commands` had no room
@@ -327,11 +327,11 @@ class HostCache:
         return num_blocks + self._num_beside_prompts(self._num_prompt_pages)
 
     def _num_beside_prompts(self, num_pages: int) -> int:
-        """Returns how many blocks are copied each way, at least, while prompts are computed that fill so many pages."""
+        """Returns the least number of blocks copied each way while prompts that fill `num_pages` pages are computed."""
         return 2 * num_pages // self._size.block_pages
 
     def _send(self, now: float, num_blocks: int) -> None:
-        """Sends up to so many blocks, until twice as many are on their way or the staging memory is full."""
+        """Sends up to `num_blocks` blocks, until twice as many are in flight or the staging memory is full."""
         most = min(2 * num_blocks, self._size.max_fetches, len(self._in_flight) + num_blocks)
         while self._queue and len(self._in_flight) < most:
             found = self._queue[0]
@@ -381,7 +381,7 @@ class HostCache:
                 self._pages.mark_saved(page)
 
     def _save_held(self, num_blocks: int) -> None:
-        """Saves up to so many blocks of pages that requests hold, because no others are left to save ahead.
+        """Saves up to `num_blocks` blocks of pages that requests hold, because no others are left to save ahead.
 
         A request's pages are then in host memory when it ends and the next one takes them in the same step. Until then
         the devices have them, so these blocks are dropped first, and none is dropped for them.

@@ -117,7 +117,7 @@ class PageCopies:
         # One process's failure would leave the others with other contents, so in a cluster it ends the server.
         self._is_alone = len({device.process_index for device in shape.sharding.mesh.devices.flat}) == 1
         self._blocks: dict[int, _Shards] = {}
-        # Of this process alone: it may fetch blocks before a step, where the others fetch them with the step.
+        # A mesh of this process alone: it may fetch blocks before a step, while the others fetch them with the step.
         self._local = NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
         argument = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=self._local)
         # Computes nothing of use. Copies dispatched after it begin when its argument has arrived.

@@ -7,9 +7,9 @@ so the blocks that are made here are dropped again, and those of `page_copies` t
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -62,15 +62,14 @@ class Pinning:
     def __init__(self, size: HostCacheSize, devices: Sequence[jax.Device]):
         self.num_pinned = 0  # blocks
         self._size, self._devices = size, devices
-        self._error: jax.errors.JaxRuntimeError | None = None
         self._is_cancelled = False
-        self._thread = threading.Thread(target=self._run, name="pin host memory", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "pin host memory")
+        self._pinned = self._thread.submit(self._run)
 
     def cancel(self) -> None:
         """Ends the thread after the block that it is pinning."""
         self._is_cancelled = True
-        self._thread.join()
+        self._thread.shutdown()
 
     def finish(self) -> None:
         """Waits until all memory is pinned.
@@ -78,14 +77,17 @@ class Pinning:
         Raises:
           ConfigError: The host has less memory that can be pinned.
         """
-        self._thread.join()
-        if self._error is not None:
+        try:
+            self._pinned.result()
+        except jax.errors.JaxRuntimeError as error:
             pinned, whole = self._gib(self.num_pinned), self._gib(self._size.num_blocks)
             raise ConfigError(
-                f"only {pinned:.1f} of the {whole:.1f} GiB of host_cache_gib could be pinned: {self._error}. Lower "
+                f"only {pinned:.1f} of the {whole:.1f} GiB of host_cache_gib could be pinned: {error}. Lower "
                 "host_cache_gib, or raise the limit that is in its way: the memory of the machine or container, its "
                 "limit of locked memory (ulimit -l), or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, if it is set."
-            )
+            ) from None
+        finally:
+            self._thread.shutdown()
 
     def _gib(self, num_blocks: int) -> float:
         return num_blocks * self._size.block_bytes * len(self._devices) / _GIB
@@ -95,18 +97,12 @@ class Pinning:
         whole = self._gib(self._size.num_blocks)
         _log.info("pinning %.1f GiB of host memory for host_cache_gib", whole)
         held = []
-        try:
-            where = host_shardings(self._devices)
-            zeros = [jnp.zeros(self._size.block_bytes, jnp.uint8, device=device) for device in self._devices]
-            while self.num_pinned < self._size.num_blocks and not self._is_cancelled and where is not None:
-                held.append(jax.block_until_ready(jax.device_put(zeros, where)))
-                self.num_pinned += 1
-                if time.monotonic() - logged > _LOG_SECONDS:
-                    logged = time.monotonic()
-                    _log.info("pinned %.1f of %.1f GiB of host memory", self._gib(self.num_pinned), whole)
-        except jax.errors.JaxRuntimeError as error:
-            self._error = error
-        else:
-            _log.info(
-                "pinned %.1f GiB of host memory in %.1f s", self._gib(self.num_pinned), time.monotonic() - started
-            )
+        where = host_shardings(self._devices)
+        zeros = [jnp.zeros(self._size.block_bytes, jnp.uint8, device=device) for device in self._devices]
+        while self.num_pinned < self._size.num_blocks and not self._is_cancelled and where is not None:
+            held.append(jax.block_until_ready(jax.device_put(zeros, where)))
+            self.num_pinned += 1
+            if time.monotonic() - logged > _LOG_SECONDS:
+                logged = time.monotonic()
+                _log.info("pinned %.1f of %.1f GiB of host memory", self._gib(self.num_pinned), whole)
+        _log.info("pinned %.1f GiB of host memory in %.1f s", self._gib(self.num_pinned), time.monotonic() - started)

@@ -3,9 +3,9 @@
 In: the times that copies and steps with prefill took. Out: whether copying a range of tokens is faster.
 """
 
-from ..pace.prefill_rates import PrefillRates
+from ..scheduler.prefill_rates import PrefillRates
 
-_WEIGHT = 0.25  # of the latest copy in the average
+_WEIGHT = 0.25  # weight of the latest copy in the average
 _FORGET_PER_DECISION = 0.99  # the copy's time shrinks by it when it decides against copying, so that it is tried again
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-_BLOCK_BYTES = 32 << 20  # of a block on one device: a command takes the host 0.1 ms or more, the copy 0.7 ms
+_BLOCK_BYTES = 32 << 20  # size of a block on one device: a command takes the host 0.1 ms or more, the copy 0.7 ms
 _MAX_BLOCK_PAGES = 64
 _FETCH_BYTES = 512 << 20  # on each device, at least, for blocks on their way to it
 _STEP_BYTES = 1 << 30  # on each device, at most, for the pages of a step's prompts on their way, each way

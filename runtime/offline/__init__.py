@@ -1,1 +1,4 @@
-"""Completes prompts in this process, without a server: `meshserve.LLM` and the batches of `meshserve generate`."""
+"""How are prompts completed without a server?
+
+`meshserve.LLM`, and the batches of `meshserve generate`.
+"""

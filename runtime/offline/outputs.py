@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..api.request import TokenLogprobs
+from ..api.request import TokenLogprobs, WeightSpan
 from ..text.tokenizer import Tokenizer
-from .prompt_batch import Completion
+from .prompt_batch import AccumulatedOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,11 @@ class CompletionOutput:
     """One sample of a prompt.
 
     Attributes:
-      finish_reason: "stop", "length", or "error" with the reason in `error`.
+      finish_reason: "stop", "length", "cancelled" if `update_weights` ended it, or "error" with the reason in `error`.
       logprobs: For each output token, the log-probabilities of it and of the most likely tokens, by token id. None
         unless `logprobs` was requested.
       cumulative_logprob: The sum of the output tokens' log-probabilities. None unless `logprobs` was requested.
+      weight_spans: Which version of the weights computed how many of the tokens, in their order.
     """
 
     index: int
@@ -34,6 +35,7 @@ class CompletionOutput:
     finish_reason: str
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    weight_spans: tuple[WeightSpan, ...] = ()
     error: str = ""
 
 
@@ -42,7 +44,7 @@ class RequestOutput:
     """A prompt and its samples.
 
     Attributes:
-      prompt: The text; None if the prompt was given as token ids. Of a conversation, the rendered text.
+      prompt: The text, rendered for a conversation; None if the prompt was given as token ids.
       prompt_logprobs: For each prompt token the log-probabilities; None at the first, which has none. None unless
         `prompt_logprobs` was requested.
       num_cached_tokens: Prompt tokens whose keys and values were in the prefix cache.
@@ -61,7 +63,7 @@ def request_output(
     request_id: int,
     prompt: str | tuple[int, ...],
     token_ids: tuple[int, ...],
-    samples: Sequence[Completion],
+    samples: Sequence[AccumulatedOutput],
     tokenizer: Tokenizer,
 ) -> RequestOutput:
     """Returns the finished samples of one prompt as users see them."""
@@ -77,7 +79,7 @@ def request_output(
     )
 
 
-def _output(index: int, sample: Completion, tokenizer: Tokenizer) -> CompletionOutput:
+def _output(index: int, sample: AccumulatedOutput, tokenizer: Tokenizer) -> CompletionOutput:
     has_logprobs = bool(sample.logprobs)
     return CompletionOutput(
         index=index,
@@ -86,6 +88,7 @@ def _output(index: int, sample: Completion, tokenizer: Tokenizer) -> CompletionO
         finish_reason=sample.finish_reason or "error",
         logprobs=[_by_token(each, tokenizer) for each in sample.logprobs] if has_logprobs else None,
         cumulative_logprob=sum(each.logprob for each in sample.logprobs) if has_logprobs else None,
+        weight_spans=sample.weight_spans,
         error=sample.error,
     )
 

@@ -3,7 +3,7 @@
 from typing import Unpack
 
 from ..api import proto_codec
-from ..api.sampling_params import params_table
+from ..api.sampling_params import params_table, without_unset
 from ..client import messages
 from ..client.messages import RequestFields
 from ..options.nearest import nearest
@@ -12,12 +12,13 @@ from .prompt_batch import Prompt
 _FIELDS = tuple(name for name in (*params_table(), "n", "priority", "cache_salt") if name != "num_resumed_tokens")
 
 
-class SamplingParams:
+class LLMSamplingParams:
     """How to choose the tokens of a request: the fields of SamplingParams in inference.proto, which explains them.
 
     `n` is the number of samples of a prompt, `priority` and `cache_salt` are those of GenerateRequest. `stop` may be
-    one string, and a constraint is written as `constraint={"json_schema": {...}}`. A field that is left out has the
-    model's default (generation_config.json), or else the one documented in inference.proto.
+    one string, and a constraint is written as `constraint={"json_schema": {...}}`. A field that is left out or None has
+    the model's default (generation_config.json), or else the one documented in inference.proto. As in vLLM, a `top_k`
+    of -1 is off, and a `seed` of -1 is none.
 
     Raises:
       TypeError: There is no such field, or a value has the wrong type.
@@ -31,6 +32,9 @@ class SamplingParams:
                 hint = f"did you mean {near}?" if near else f"allowed are {', '.join(_FIELDS)}."
                 raise TypeError(f"SamplingParams has no field {name!r}; {hint}")
         self._fields = dict(fields)
+        for name, value in without_unset(fields).items():
+            if name in params_table() and isinstance(value, int | float):
+                params_table()[name].check(name, value)  # for an error that names the range
         if isinstance(stop := fields.get("stop"), str):
             fields["stop"] = [stop]
         self._request = messages.generate_request((), None, fields)

@@ -1,1 +1,4 @@
-"""The options of a server, and how they are read from flags and TOML files."""
+"""Which options does a server have?
+
+Every option, and how options are read from flags and TOML files.
+"""

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from ..api.errors import ConfigError
-from ..api.tenants import is_loopback
+from ..api.loopback import is_loopback
+from .listening_ports import check_distinct
 
 if TYPE_CHECKING:
     from .serve_config import ServeConfig
@@ -41,6 +42,7 @@ def check_combinations(config: "ServeConfig") -> None:
             "tokens. Set page_size to a multiple of cp."
         )
     _check_draft_model(config)
+    _check_adapters(config)
     if config.host_cache_gib and not config.prefix_cache:
         raise ConfigError("host_cache_gib keeps pages of the prefix cache, so it requires prefix_cache. Set it to 0.")
     if config.host_cache_gib and config.draft_model:
@@ -55,6 +57,7 @@ def check_combinations(config: "ServeConfig") -> None:
         )
     _check_cluster(config)
     _check_kv_events(config)
+    check_distinct(config)
     if config.cpu_devices and config.cpu_devices < config.tp and not config.coordinator:
         raise ConfigError(
             f"tp is {config.tp} but cpu_devices only {config.cpu_devices}. Raise cpu_devices or set it to 0."
@@ -73,6 +76,27 @@ def _check_draft_model(config: "ServeConfig") -> None:
         raise ConfigError(
             f"draft_model is set and max_decode_steps is {config.max_decode_steps}; allowed is 1: drafts are verified "
             "in steps of their own. Omit one of them."
+        )
+
+
+def _check_adapters(config: "ServeConfig") -> None:
+    for each in config.adapter:
+        name, _, path = each.partition("=")
+        if not name or not path:
+            raise ConfigError(f"adapter is {each!r}; it must be NAME=PATH, such as support=/adapters/support.")
+    if len(config.adapter_paths) < len(config.adapter):
+        raise ConfigError("adapter gives two paths for the same name. Omit one, or rename it.")
+    if not config.num_adapter_slots:
+        return
+    if config.coordinator:
+        raise ConfigError(
+            "adapters are served by a single process so far, and coordinator is set. Leave out adapter, "
+            "adapter_root and max_adapters, or serve each merged into the base model (merge_and_unload of peft)."
+        )
+    if config.decode_layers not in ("auto", "off"):
+        raise ConfigError(
+            f"decode_layers is {config.decode_layers}: fused layers multiply without adapters. Leave it out, or leave "
+            "out adapter, adapter_root and max_adapters."
         )
 
 

@@ -23,7 +23,8 @@ class Option:
       may_differ: Whether the processes of one cluster may have different values.
       is_expert: Whether the option rarely needs to be changed; `--help` lists such options last.
       is_auto: Whether `auto` is allowed, which is stored as 0 and resolved at startup (in `planning`).
-      alias: The name of the same option in vLLM, which is accepted as a flag, too.
+      is_list: Whether the flag may be given several times, each with a text. The value is a tuple of them. In TOML it
+        is a list, or a table of NAME = VALUE for texts of the form NAME=VALUE.
     """
 
     help: str
@@ -35,7 +36,7 @@ class Option:
     may_differ: bool = False
     is_expert: bool = False
     is_auto: bool = False
-    alias: str = ""
+    is_list: bool = False
 
     def parsed(self, text: str, kind: Any) -> Any:
         """Parses the text of a flag as a value of type `kind`.

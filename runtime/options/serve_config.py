@@ -4,11 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.model_config import TASKS
-from ..api.quantisation import SCHEMES
+from ..api.tasks import TASKS
+from ..model_files.quantization import SCHEMES
 from .combinations import check_combinations
 from .option import Option, option
 
+_ADAPTER_SLOTS = 8
 _MIN_FAIL_SECONDS = 1.0  # with a shorter time, a busy machine could be mistaken for a lost one
 
 _MODEL, _MEMORY, _SCHEDULING, _KERNELS = "model and devices", "memory and compilation", "scheduling", "kernels"
@@ -33,11 +34,6 @@ def _cluster(default: Any, help: str, **rest: Any) -> Any:
 def options() -> dict[str, Option]:
     """Returns every option by name, in the order of `ServeConfig`."""
     return {each.name: each.metadata["option"] for each in dataclasses.fields(ServeConfig)}
-
-
-def aliases() -> dict[str, str]:
-    """Returns the name of each option that has an alias, by the alias."""
-    return {each.alias: name for name, each in options().items() if each.alias}
 
 
 def server_only_options() -> frozenset[str]:
@@ -75,7 +71,6 @@ class ServeConfig:
         "request fastest, by the roofline of the machine's devices, 1 on CPUs, and all devices of several processes",
         least=1,
         is_auto=True,
-        alias="tensor_parallel_size",
     )
     cp: int = option(
         1,
@@ -106,6 +101,12 @@ class ServeConfig:
         "if the model's modules.json describes an embedding model, else generate",
         choices=("auto", *TASKS),
     )
+    strict_config: bool = option(
+        False,
+        _MODEL,
+        "refuse a model whose config.json has keys that meshserve does not know, or lacks keys whose defaults it would "
+        "have to assume; without, the log names them",
+    )
     generation_config: str = option(
         "auto",
         _MODEL,
@@ -122,19 +123,19 @@ class ServeConfig:
     quantize: str = option(
         "none",
         _MODEL,
-        "quantise the weights of an unquantised model while they are loaded: fp8-block (128 x 128 weights share a "
+        "quantize the weights of an unquantized model while they are loaded: fp8-block (128 x 128 weights share a "
         "scale), fp8-channel (rows), or int4 (groups of 128)",
         choices=("none", *SCHEMES),
     )
     dequantize: str = option(
         "auto",
         _MODEL,
-        "dequantise the layers' weights to the activations' type while they are loaded; auto does so on GPUs where a "
+        "dequantize the layers' weights to the activations' type while they are loaded; auto does so on GPUs where a "
         "layer takes up to 32 MiB in bfloat16 (Qwen3-0.6B): decode steps are not faster with fewer bytes there",
         choices=("auto", "always", "never"),
     )
     fp8_head: bool = option(
-        False, _MODEL, "quantise the output head to FP8 while it is loaded; of a tied embedding, an FP8 copy is made"
+        False, _MODEL, "quantize the output head to FP8 while it is loaded; of a tied embedding, an FP8 copy is made"
     )
     random_weights: bool = option(
         False,
@@ -144,16 +145,40 @@ class ServeConfig:
     served_name: str = option(
         "",
         _MODEL,
-        "model name that GetModelInfo reports; empty uses the name of the model directory",
+        "model name that callers see; empty is the Hugging Face id as it is given, or the name of the model directory",
         is_server_only=True,
         may_differ=True,
     )
+    adapter: tuple[str, ...] = option(
+        (),
+        _MODEL,
+        "NAME=PATH: serve the adapter (LoRA) in this directory, as PEFT saves it, to requests that name it; may be "
+        "given several times. In TOML a table, [adapter], of NAME = PATH",
+        is_list=True,
+    )
+    max_adapters: int = option(
+        0,
+        _MODEL,
+        "number of adapters on the devices at the same time; host memory holds the others, and the least recently used "
+        "one leaves first; auto is 8 if `adapter` or `adapter_root` is given, else none",
+        least=1,
+        most=256,
+        is_auto=True,
+    )
+    max_adapter_rank: int = option(
+        0,
+        _MODEL,
+        "largest rank of an adapter, for which memory is set aside per slot; auto is that of `adapter`, at least 16",
+        least=1,
+        most=256,
+        is_auto=True,
+    )
+    adapter_host_gib: float = option(4.0, _MODEL, "host memory in GiB for adapters", least=0)
     max_context: int = option(
         0,
         _MODEL,
         "maximum number of prompt and output tokens of a request; 0 uses the model's limit, at most 32768",
         least=0,
-        alias="max_model_len",
     )
     page_size: int = option(32, _MEMORY, "tokens per KV cache page", least=1)
     num_pages: int = option(
@@ -167,7 +192,6 @@ class ServeConfig:
         least=0.01,
         most=1,
         is_auto=True,
-        alias="gpu_memory_utilization",
     )
     reserve_mib: int = option(
         512, _MEMORY, "device memory in MiB to leave free beside weights, KV cache and scratch memory", least=0
@@ -206,7 +230,6 @@ class ServeConfig:
         "maximum number of requests that run at the same time; auto is 256 on GPUs, 64 elsewhere",
         least=1,
         is_auto=True,
-        alias="max_num_seqs",
     )
     max_step_tokens: int = option(
         0,
@@ -260,14 +283,23 @@ class ServeConfig:
         "waiting time in seconds that one level of priority outweighs when requests are admitted",
         least=0,
     )
+    seed: int = option(
+        -1,
+        _SCHEDULING,
+        "seed from which requests that have none get theirs, so that the same requests in the same order draw the same "
+        "tokens again; -1 draws others each time",
+        least=-1,
+        may_differ=True,
+    )
     prefix_cache: bool = option(
         True, _SCHEDULING, "reuse the KV cache pages of requests that begin with the same tokens"
     )
     attention: str = option(
         "auto",
         _KERNELS,
-        "paged attention implementation; auto is tpu on TPUs, cuda on Hopper GPUs, reference elsewhere",
-        choices=("auto", "reference", "cuda", "tpu", "tpu_interpreted"),
+        "paged attention implementation; auto is tpu on TPUs, cuda on Hopper GPUs, portable on other "
+        "GPUs since Ampere, reference elsewhere",
+        choices=("auto", "reference", "cuda", "portable", "tpu", "tpu_interpreted"),
     )
     decode_layers: str = option(
         "auto",
@@ -291,14 +323,20 @@ class ServeConfig:
     linear: str = option(
         "auto",
         _KERNELS,
-        "GEMMs with quantised weights: xla dequantises the weights; xla_fp8 and, on Hopper's FP8 tensor cores, "
-        "cuda_fp8 also round activations to FP8 if the weights are FP8; auto is cuda_fp8 on Hopper GPUs, else xla",
-        choices=("auto", "reference", "xla", "xla_fp8", "cuda_fp8"),
+        "GEMMs with quantized weights: xla dequantizes the weights; xla_fp8 and, on Hopper's FP8 tensor cores, "
+        "cuda_fp8 also round activations to FP8 if the weights are FP8; portable, on GPUs since Ampere, reads 8- and "
+        "4-bit weights once for up to 64 tokens, and has not been measured; auto is cuda_fp8 on Hopper GPUs, else xla",
+        choices=("auto", "reference", "xla", "xla_fp8", "cuda_fp8", "portable"),
     )
     host: str = _listening("127.0.0.1", "address to bind")
     port: int = _listening(50051, "gRPC port to bind; 0 picks a free one", least=0, most=65_535)
     http_port: int = _listening(
         -1, "port for /metrics, /livez and /readyz; 0 picks a free one, -1 opens none", least=-1, most=65_535
+    )
+    allowed_hosts: str = _listening(
+        "",
+        "names, separated by commas, by which http_port and openai_port may be addressed on a loopback host besides "
+        "localhost, such as that of a proxy, and whose web pages may use openai_port without tokens; * allows any",
     )
     gateway_port: int = _listening(
         -1,
@@ -308,10 +346,24 @@ class ServeConfig:
     )
     openai_port: int = _listening(
         -1,
-        "port for OpenAI's HTTP API, which the gateway smg serves as a child process (extra `gateway`); opens the "
-        "gateway port as well; 0 picks a free one, -1 serves none",
+        "port for OpenAI's HTTP API; 0 picks a free one, -1 serves none",
         least=-1,
         most=65_535,
+    )
+    page: bool = _listening(
+        True, "serve a web page to chat and to watch the server at / of openai_port; its files need no token"
+    )
+    batch_dir: str = _listening(
+        "",
+        "directory in which openai_port keeps files and batches (/v1/files, /v1/batches), of this server alone; empty "
+        "serves neither",
+    )
+    batch_gib: float = _listening(10.0, "GiB that the files of a tenant in batch_dir may have together", least=0.01)
+    batch_days: float = _listening(30.0, "days until files and batches in batch_dir are removed", least=0.05)
+    adapter_root: str = _listening(
+        "",
+        "directories, separated by commas, below which administrators may load adapters (LoRA) while the server runs "
+        "(LoadAdapter, /v1/load_lora_adapter); empty allows none",
     )
     kv_events: bool = _listening(
         False,
@@ -344,6 +396,11 @@ class ServeConfig:
         "text", "format of the log on stderr, which has a line for each finished request", choices=("text", "json")
     )
     trace: bool = _observability(False, "export an OpenTelemetry span for each request by OTLP (extra `tracing`)")
+    weights_below: str = _listening(
+        "",
+        "directories, separated by commas, below which AdminService.UpdateWeights may read the weights that it puts in "
+        "the place of the model's; empty refuses it",
+    )
     profile_dir: str = _observability("", "directory for profiles that AdminService.StartProfile records")
     coordinator: str = _cluster(
         "", "HOST:PORT of process 0, where the processes meet; 'auto' asks the orchestrator", may_differ=True
@@ -410,6 +467,17 @@ class ServeConfig:
     dispatch_threads: bool = option(
         True, _KERNELS, "with several GPUs, dispatch to each from a separate thread", is_expert=True
     )
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """How many adapters the devices hold at the same time; 0: the server has no adapters."""
+        return self.max_adapters or (_ADAPTER_SLOTS if self.adapter or self.adapter_root else 0)
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """The paths of the adapters in the options, by name."""
+        pairs = (each.partition("=") for each in self.adapter)
+        return {name: path for name, _, path in pairs}
 
     def __post_init__(self) -> None:
         for name, each in options().items():

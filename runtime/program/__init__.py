@@ -1,1 +1,4 @@
-"""Step plans become host arrays and run as compiled programs: forward pass and sampling."""
+"""How does a step plan run on the devices?
+
+It becomes host arrays, and these run as compiled programs: forward pass and sampling.
+"""

@@ -20,7 +20,7 @@ from ..api.request import Request
 from ..api.sampling_params import SamplingMode
 from ..scheduler.step_plan import StepPlan
 from .packing import PARAM_FIELDS, SAMPLER_PARAMS, consecutive, packed_params
-from .processor_batch import ProcessorBatch, ProcessorBatchBuilder
+from .processors.processor_batch import ProcessorBatch, ProcessorBatchBuilder
 
 ProgramKey = tuple[str, int]  # the kind of a program and its size, such as the number of tokens; 0 if it has none
 
@@ -50,7 +50,7 @@ class Bucket:
     num_steps: int = 1  # decode steps in one dispatch
     is_decode: bool = False  # for decodes only: every token is sampled after, and belongs to a request of its own
     mode: int = ANY_MODE  # the SamplingMode for which it is compiled
-    has_drafts: bool = False  # of decodes only, which may have draft tokens behind them
+    has_drafts: bool = False  # only decodes, which may have draft tokens behind them
     is_pooling: bool = False  # computes `ModelConfig.pooling` and samples nothing
 
     @property
@@ -83,7 +83,7 @@ class Bucket:
         return max(place.stop for place in self.fields.values())
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """A dispatch in the device's order: rows of the page table, the step, then logits processors if it has any."""
 
     bucket: Bucket
@@ -119,7 +119,7 @@ class _Layout(NamedTuple):
     """What steps of the same requests, decodes with as many draft tokens each, have in common."""
 
     bucket: Bucket
-    slots: np.ndarray  # of each sample
+    slots: np.ndarray  # slot of each sample
     packed: np.ndarray  # [bucket.size] int32, with positions of decodes from 0 on, and without new pages
     moving: np.ndarray  # the places in `packed` of those positions
     decode: np.ndarray  # for each of them, the index of its decode
@@ -150,7 +150,7 @@ class BatchBuilder:
         # Writes to this slot fall outside the device's tables and are dropped.
         self._no_slot = max_running
         self._params = np.zeros((len(PARAM_FIELDS), max_running), np.int32)
-        self._layouts: dict[int, tuple[object, _Layout]] = {}  # the last of so many steps, and what it was made for
+        self._layouts: dict[int, tuple[object, _Layout]] = {}  # the last layout by steps, and what it was made for
 
     def bucket(self, plan: StepPlan, mode: int) -> Bucket:
         """Returns the smallest bucket that holds the plan and samples in this mode."""
@@ -162,7 +162,7 @@ class BatchBuilder:
                 return bucket
         raise AssertionError(f"no bucket holds {num_tokens} tokens and {num_samples} samples: {self._buckets}")
 
-    def build(self, plan: StepPlan) -> Batch:
+    def build(self, plan: StepPlan) -> StepBatch:
         """Packs a plan. Call it before the next call of the scheduler."""
         page_table_rows, changed_slots = [], []
         for request, num_cached_pages, _ in plan.admitted:
@@ -181,7 +181,7 @@ class BatchBuilder:
             fields["token_ids"][: len(token_ids)] = token_ids
         self._fill_pages(plan, starts, fields)
         processors = self._processors.build(plan, fields, slots, changed_slots) if plan.num_steps == 1 else None
-        return Batch(bucket, packed, page_table_rows, processors)
+        return StepBatch(bucket, packed, page_table_rows, processors)
 
     @staticmethod
     def _known_tokens(plan: StepPlan) -> list[int]:
@@ -231,7 +231,7 @@ class BatchBuilder:
         return _Layout(bucket, slots, packed, moving, decode)
 
     def page_table_row(self, request: Request, num_pages: int) -> np.ndarray:
-        """Returns the row of a running request's first pages; see `Batch.page_table_rows`."""
+        """Returns the row of a running request's first pages; see `StepBatch.page_table_rows`."""
         row = np.zeros(1 + self._max_request_pages, np.int32)
         row[0] = _slot(request)
         row[1 : 1 + num_pages] = request.pages[:num_pages]

@@ -15,7 +15,7 @@ class DeviceFigures:
 
     limit_bytes: int  # maximum that jax lets a program use; 0 if unknown
     weight_bytes: int
-    scratch_bytes: int  # of the largest program, in addition to its arguments, and output buffers
+    scratch_bytes: int  # the largest program's, in addition to its arguments, and output buffers
     processor_bytes: int  # state of the logits processors
     page_bytes: int
     num_pages: int

@@ -1,8 +1,8 @@
 """Output buffers: arrays that steps of one shape reuse for their logits and hidden states.
 
 An output at a different address in each step also moves the temporaries, and XLA then updates every kernel of a command
-buffer. With several GPUs, this takes the host longer than the step takes the GPUs (docs/log). Each step is therefore
-given the output arrays of the previous step of its shape, donated, and returns them.
+buffer. With several GPUs, this takes the host longer than the step takes the GPUs (docs/log/first_days.md). Each step
+is therefore given the output arrays of the previous step of its shape, donated, and returns them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.mesh import named_sharding
 
-from ..model.qwen3 import Kernels
+from ..backend.kernels import Kernels
 from .batch import Bucket
 
-OutputBufferKey = tuple[str, int]  # "logits" of so many requests, "hidden" states of so many tokens
+OutputBufferKey = tuple[str, int]  # "logits" and number of requests, or "hidden" and number of tokens
 
 
 def output_buffer_keys(bucket: Bucket) -> tuple[OutputBufferKey, ...]:

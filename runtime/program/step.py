@@ -8,7 +8,6 @@ table of each slot's last token (a sampled token becomes the input of the next s
 and the table of each slot's pages. A slot is the place of a running request in those tables.
 """
 
-from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -21,13 +20,16 @@ from meshserve.sharding.chips import compiler_options
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS, named_sharding, partition_spec
 
-from ..api.model_config import ModelConfig
+from ..adapters.bank import AdapterBank
 from ..api.sampling_params import SamplingMode
-from ..drafting.head_contract import Follow, Follower
-from ..expert_counts.choices import add_choices, counts_shape
-from ..model.qwen3 import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
-from ..pooling.last_token import pooled
+from ..backend.kernels import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels
+from ..model.choices import add_choices, counts_shape
+from ..model.partitioning import specs_of
+from ..model.strategies import StepInputs, forward
+from ..model_files.model_config import ModelConfig
 from .batch import ANY_MODE, ON_DEVICE, Bucket
+from .head_contract import Follow, HeadContract
+from .last_token import pooled
 from .output_buffers import output_buffer_shapes, write_over
 from .sampling import SamplingBatch, sample
 
@@ -36,8 +38,9 @@ from .sampling import SamplingBatch, sample
 CACHE_AXES = (None, None, "kv_heads", None, None, None)
 
 
-# On one device, several greedy decode steps of up to so many tokens on the fused layers have no loop, which costs 6 us
-# a step: XLA launches the CUDA graph of its body for each (docs/log/decode.md). Other modes would take long to compile.
+# On one device, several greedy decode steps of at most this number of tokens on the fused layers have no loop, which
+# costs 6 us a step: XLA launches the CUDA graph of its body for each (docs/log/decode.md). Other modes would take long
+# to compile.
 UNROLLED_TOKENS = 8
 
 
@@ -129,14 +132,16 @@ def step(
     fields = {name: packed[place] for name, place in bucket.fields.items()} | (moved or {})
     page_table = state.page_table if moved else _with_new_pages(state.page_table, fields)
     slots = fields["slots"]
-    from_table = state.last_tokens[slots[fields["token_request"]]]
+    token_slots = slots[fields["token_request"]]
+    from_table = state.last_tokens[token_slots]
     token_ids = jnp.where(fields["token_ids"] == ON_DEVICE, from_table, fields["token_ids"])
     batch = PagedBatch(fields["positions"], fields["token_request"], page_table[slots])
     num_rows = LIBRARY_ROWS if _has_library_gemms(kernels, bucket) else 0
     wanted = None if bucket.is_decode else _wanted(fields, num_rows)
-    kernels = replace(kernels, has_drafts=bucket.has_drafts or bucket.is_pooling)
     layers = follow.layers if follow is not None else ()
-    last, hidden, cache, chosen, captured = model(token_ids, state.cache, batch, kernels, wanted, layers)
+    has_drafts = bucket.has_drafts or bucket.is_pooling
+    inputs = StepInputs(token_ids, batch, kernels.products_of(token_slots), wanted, has_drafts, layers)
+    last, hidden, cache, chosen, captured = forward(model, kernels, state.cache, inputs)
     expert_tokens = add_choices(state.expert_tokens, chosen)
     followed = follow(state.followed, captured, token_ids, batch) if follow is not None else None
     if bucket.has_drafts:
@@ -216,13 +221,14 @@ def sharded_step(
     kernels: Kernels,
     bucket: Bucket,
     mesh: Mesh,
-    head: Follower | None = None,
+    head: HeadContract | None = None,
+    adapters: AdapterBank | None = None,
 ) -> jax.stages.Wrapped:
     """Returns the step of a bucket over the mesh: (weights, state, buffers, packed) -> (state, output).
 
     The state and the buffers are donated. The weights are `weights_of` the parameters, because flattening the tree in
-    each call would cost the host 50 us; those of a trained head follow them. The buffers are those of
-    `output_buffer_shapes`, if the kernels use any.
+    each call would cost the host 50 us; those of a trained head follow them, then the leaves of the adapters. The
+    buffers are those of `output_buffer_shapes`, if the kernels use any.
     """
     tree = jax.tree.structure(abstract)
     weight_specs = tuple(jax.tree.leaves(specs_of(abstract)))
@@ -233,6 +239,8 @@ def sharded_step(
         assert bucket.num_steps == 1, "multi-step decode and drafts exclude each other"
         weight_specs += head.weight_specs
         state_specs = state_specs._replace(followed=head.state_specs)
+    num_own = len(weight_specs)
+    weight_specs += adapters.specs if adapters is not None else ()
     output_buffer_specs = tuple(
         shape.sharding.spec for shape in output_buffer_shapes(kernels, abstract, [bucket], mesh).values()
     )
@@ -245,8 +253,9 @@ def sharded_step(
         weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], buffers: tuple[jax.Array, ...], packed: jax.Array
     ) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
         params = jax.tree.unflatten(tree, weights[:num_weights])
-        known = () if head is None else (head.bound(weights[num_weights:]),)
-        state, output = function(structure, kernels, bucket, params, state, packed, *known)
+        known = () if head is None else (head.bound(weights[num_weights:num_own]),)
+        used = kernels if adapters is None else adapters.bound(kernels, weights[num_own:])
+        state, output = function(structure, used, bucket, params, state, packed, *known)
         return state, output.with_buffers(write_over(buffers, output.buffers)) if buffers else output
 
     program = jax.shard_map(

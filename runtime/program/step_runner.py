@@ -15,13 +15,15 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.memory import added_bytes, is_out_of_memory, memory_use, shard_bytes
 
-from ..expert_counts.expert_tokens import ExpertTokens
+from ..adapters.bank import DeviceAdapters
+from ..adapters.changes import AdapterChanges
 from ..host_cache.page_copies import PageCopies
 from .batch import Bucket, ProgramKey
 from .device_figures import DeviceFigures
+from .expert_tokens import ExpertTokens
 from .output_buffers import OutputBufferKey, output_buffer_keys
-from .processor_batch import Logprobs, Sampled
-from .processor_programs import LogitsProcessors
+from .processors.processor_batch import Logprobs, Sampled
+from .processors.processor_programs import LogitsProcessors
 from .step import DeviceState, StepOutput, weights_of
 
 # Keys of the programs that allocate the device state with the output buffers, and that set a row of the page table.
@@ -40,6 +42,7 @@ class StepRunner:
       mesh: The devices.
       processors: The compiled logits processors, if the server has any.
       copies: The blocks of pages in host memory, if the server has a host cache.
+      adapters: The adapters on the devices, if the server has any.
     """
 
     def __init__(
@@ -52,14 +55,17 @@ class StepRunner:
         mesh: Mesh,
         processors: LogitsProcessors | None = None,
         copies: PageCopies | None = None,
+        adapters: DeviceAdapters | None = None,
     ):
         self.copies = copies
         self.expert_tokens: ExpertTokens | None = None  # set if the model has experts
         self._programs = {bucket: programs[bucket.key] for bucket in buckets}
         self._set_page_row, self._allocate = programs[SET_PAGE_ROW], programs[ALLOCATE]
         self._shapes, self._output_buffer_shapes = state_shapes, buffer_shapes
-        self._processors, self._mesh = processors, mesh
-        self._output: StepOutput[jax.Array] | None = None  # of the last step
+        self._processors, self._mesh, self._adapters = processors, mesh, adapters
+        self._last: tuple[Bucket, np.ndarray | jax.Array] | None = None  # what the last step was of, with adapters
+        self._output: StepOutput[jax.Array] | None = None  # the last step's
+        self.has_state = False  # whether the device state is allocated
         self._output_buffers: dict[OutputBufferKey, jax.Array]
         self._output_buffer_keys = {bucket: output_buffer_keys(bucket) if buffer_shapes else () for bucket in buckets}
 
@@ -69,13 +75,38 @@ class StepRunner:
         Raises:
           MemoryError: The devices cannot allocate the cache in one block. The message says what to do.
         """
+        self._params, self._head_weights = params, head_weights
+        self.allocate_state()
+        self.replace_params(params)
+
+    def replace_params(self, params: nnx.State) -> None:
+        """Takes other parameters, of the same shapes and shardings, for the following steps."""
         self._params = params
+        self._weights: tuple[jax.Array, ...] = weights_of(params) + self._head_weights
+
+    def free_state(self) -> None:
+        """Frees the cache and all other device state at once. No step may run until `allocate_state`."""
+        for array in jax.tree.leaves((self._state, self._output_buffers)):
+            array.delete()
+        self._output, self.has_state = None, False
+        if self._processors is not None:
+            self._processors.release()
+
+    def allocate_state(self) -> None:
+        """Allocates the device state, with an empty cache.
+
+        Raises:
+          MemoryError: See `start`.
+        """
         allocated = ()
         try:
             allocated = self._allocate()
             self._state, self._output_buffers = jax.block_until_ready(allocated)
+            if self._adapters is not None and not self._adapters.leaves:
+                self._adapters.allocate()
             if self._processors is not None:
                 self._processors.allocate()
+            self.has_state = True
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -88,7 +119,6 @@ class StepRunner:
                 "XLA_PYTHON_CLIENT_PREALLOCATE unset, because memory that is not preallocated becomes fragmented "
                 f"({error})."
             ) from None
-        self._weights: tuple[jax.Array, ...] = weights_of(params) + head_weights
 
     @property
     def num_pages(self) -> int:
@@ -127,7 +157,12 @@ class StepRunner:
     def device_bytes(self) -> int:
         """The bytes of parameters, state and output buffers on each device."""
         processors = self._processors.device_bytes if self._processors is not None else 0
-        return shard_bytes((self._params, self._state, self._output_buffers)) + processors
+        return shard_bytes((self._params, self._state, self._output_buffers)) + processors + self.adapter_bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """The bytes of adapters on each device."""
+        return self._adapters.bank.device_bytes if self._adapters is not None else 0
 
     @property
     def figures(self) -> DeviceFigures:
@@ -136,7 +171,7 @@ class StepRunner:
         scratch = [added_bytes(program) for program in self._programs.values()]
         return DeviceFigures(
             limit_bytes=device.memory_stats()["bytes_limit"] if device.platform != "cpu" else 0,
-            weight_bytes=shard_bytes(self._params),
+            weight_bytes=shard_bytes(self._params) + self.adapter_bytes,
             scratch_bytes=max(*scratch, processors.scratch_bytes if processors is not None else 0)
             + shard_bytes(self._output_buffer_shapes),
             processor_bytes=processors.device_bytes if processors is not None else 0,
@@ -147,11 +182,9 @@ class StepRunner:
 
     def release(self) -> nnx.State:
         """Frees the device state at once and returns the parameters. The runner cannot be used afterwards."""
-        for array in jax.tree.leaves((self._state, self._output_buffers)):
-            array.delete()
-        self._output = None
-        if self._processors is not None:
-            self._processors.release()
+        self.free_state()
+        if self._adapters is not None:
+            self._adapters.release()
         if self.copies is not None:
             self.copies.release()
         params, self._params = self._params, nnx.State({})
@@ -163,6 +196,11 @@ class StepRunner:
         assert self.copies is not None, "a server without a host cache copies no pages"
         self._state = self._state._replace(cache=self.copies.run(command, self._state.cache))
 
+    def change_adapters(self, changes: AdapterChanges) -> None:
+        """Dispatches loads of adapters, and sets which of them requests have, for the steps from now on."""
+        assert self._adapters is not None, "a server without adapters refuses requests that name one"
+        self._adapters.apply(changes)
+
     def set_page_row(self, page_row: np.ndarray) -> None:
         """Dispatches the replacement of a row of the page table; see `Batch.page_table_rows`."""
         self._state = self._state._replace(page_table=self._set_page_row(self._state.page_table, page_row))
@@ -172,8 +210,11 @@ class StepRunner:
         self._output = None  # frees its memory for this step, unless it is an output buffer
         keys = self._output_buffer_keys[bucket]
         buffers = tuple(self._output_buffers[key] for key in keys)
+        weights = self._weights
+        if self._adapters is not None:
+            weights, self._last = weights + self._adapters.leaves, (bucket, packed)
         packed = self.copies.send_behind(packed) if self.copies is not None else packed
-        self._state, self._output = self._programs[bucket](self._weights, self._state, buffers, packed)
+        self._state, self._output = self._programs[bucket](weights, self._state, buffers, packed)
         if keys:
             self._output_buffers.update(zip(keys, self._output.buffers, strict=True))
         self._output.sampled.copy_to_host_async()
@@ -204,7 +245,12 @@ class StepRunner:
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[jax.Array]:
         """Dispatches the log-probabilities of the tokens [T] after those of the last `run`. Call before the next."""
         assert self._output is not None and self._output.hidden is not None, "steps of decodes have no prompt"
-        return self._known_processors.prompt_logprobs(self._params, self._output.hidden, targets)
+        adapters: tuple[Any, ...] = ()
+        if self._adapters is not None and self._last is not None:
+            bucket, packed = self._last
+            fields = {name: np.asarray(packed)[bucket.fields[name]] for name in ("slots", "token_request")}
+            adapters = (self._adapters.leaves, fields["slots"][fields["token_request"]])
+        return self._known_processors.prompt_logprobs(self._params, self._output.hidden, targets, *adapters)
 
     @property
     def _known_processors(self) -> LogitsProcessors:

@@ -1,1 +1,4 @@
-"""The methods of a server that embeds texts or reranks documents."""
+"""How are texts embedded and documents ranked?
+
+The prompts of embedding and reranking models, and what their results mean.
+"""

@@ -1,6 +1,6 @@
 """Compares tenants by what they hold, in proportion to their weights. Serves step 4 of 10, the scheduler.
 
-In: requests that are queued, placed, released and prefilled. Out: whose turn it is, and who may be preempted for whom.
+In: requests that are queued, placed, released and prefilled. Out: whose turn it is, and what may be preempted.
 
 A tenant's share is its weight divided by the weights of all tenants with unfinished requests. Its load is the larger of
 its fraction of the slots and its fraction of the pages, where a shared page counts for each request that holds it. The
@@ -8,12 +8,14 @@ turns of prefill follow start-time fair queueing (Goyal, Vin, Cheng, 1996). With
 docs/scheduling.md states the rules and why no tenant starves.
 """
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ..api.request import Request
+from .adapter_slots import Adapters
 from .limits import SchedulerLimits
 from .page_allocator import PageAllocator
 from .ranked_queue import RankedQueue
@@ -31,16 +33,20 @@ class Account:
     num_pages: int = 0  # held by `running`
     running: list[Request] = field(default_factory=list)  # in ascending order of rank
     waiting: RankedQueue[tuple[float, int]] = field(default_factory=RankedQueue)
+    num_lacking: int = 0  # further ones that wait for an adapter slot
 
 
 class FairShares:
     """The tenants that have unfinished requests, with their queues."""
 
-    def __init__(self, limits: SchedulerLimits, pages: PageAllocator):
+    def __init__(self, limits: SchedulerLimits, pages: PageAllocator, adapters: Adapters = None):
         self.num_waiting = 0
+        self.adapters = adapters
+        self._lacking: dict[str, RankedQueue[tuple[float, int]]] = {}  # requests whose adapter lacks a slot, by adapter
         self._limits = limits
         self._pages = pages
         self._accounts: dict[str, Account] = {}
+        self._held: set[Request] = set()  # new requests that wait until earlier ones have ended
         self._parked: set[Request] = set()  # requests that would wait, but are blocked or await a page
         self._awaiting: dict[Request, bytes] = {}  # the key of the page that a request awaits
         self._total_weight = 0.0
@@ -73,7 +79,23 @@ class FairShares:
             if account.next_turn > self._virtual_time:
                 self._left_turns[request.tenant] = account.next_turn
 
+    @property
+    def num_held(self) -> int:
+        """Requests, among those that wait, that are in no plan until `release_held`."""
+        return len(self._held)
+
+    def release_held(self) -> None:
+        """Queues the requests again that `is_held` kept out of all plans."""
+        for request in tuple(self._held):
+            self.unqueue(request)
+            request.is_held = False
+            self.queue(request)
+
     def queue(self, request: Request) -> None:
+        if request.is_held:
+            self._held.add(request)
+            self.num_waiting += 1
+            return
         if request.is_blocked or request.is_fetching:
             self._parked.add(request)
             return
@@ -85,6 +107,12 @@ class FairShares:
         waiting = self.of(request).waiting
         if request in self._parked:
             self._parked.remove(request)
+        elif request in self._held:
+            self._held.remove(request)
+            self.num_waiting -= 1
+        elif request in self._lacking.get(request.adapter_digest, ()):
+            self._end_lacking(request)
+            self.num_waiting -= 1
         elif request in waiting:
             waiting.discard(request)
             self.num_waiting -= 1
@@ -106,8 +134,44 @@ class FairShares:
         self._awaiting[request] = key
         self.queue(request)
 
+    def lacks_adapter(self, request: Request) -> bool:
+        """Returns whether the adapter of a waiting request can have no slot now. The request then lets others pass."""
+        if self.adapters is None or self.adapters.may_hold(request):
+            return False
+        account = self.of(request)
+        account.waiting.discard(request)
+        account.num_lacking += 1
+        self._lacking.setdefault(request.adapter_digest, RankedQueue()).push(request.rank, request)
+        return True
+
+    def _end_lacking(self, request: Request) -> None:
+        self.of(request).num_lacking -= 1
+        self._lacking[request.adapter_digest].discard(request)
+        if not self._lacking[request.adapter_digest]:
+            del self._lacking[request.adapter_digest]
+
+    def _queue_for_slots(self) -> None:
+        """Queues requests again whose adapters can have a slot now, by rank; at most as many of each as can run."""
+        if self.adapters is None:
+            return
+        firsts = {digest: first.rank for digest, lacking in self._lacking.items() if (first := lacking.first)}
+        self.adapters.drain(firsts)
+        num_available = self.adapters.num_available
+        for digest in sorted(firsts, key=firsts.__getitem__):
+            is_new = not self.adapters.holds(digest)
+            if is_new and not num_available:
+                continue
+            num_available -= is_new
+            for _ in range(self._limits.max_running):
+                request = self._lacking[digest].first if digest in self._lacking else None
+                if request is None or not self.adapters.may_hold(request):
+                    break
+                self._end_lacking(request)
+                self.of(request).waiting.push(request.rank, request)
+
     def end_awaiting(self) -> None:
-        """Queues the requests again whose page is no longer being copied for another one."""
+        """Queues the requests again whose page is no longer being copied for another one, or that can have a slot."""
+        self._queue_for_slots()
         for request, key in tuple(self._awaiting.items()):
             if request.is_finished:
                 del self._awaiting[request]
@@ -119,13 +183,22 @@ class FairShares:
 
     def waiting(self) -> Iterator[Request]:
         """Iterates over the waiting requests in no particular order."""
+        yield from self._held
         yield from self._parked
+        for lacking in self._lacking.values():
+            yield from lacking
         for account in self._accounts.values():
             yield from account.waiting
 
+    def mean_prompt_tokens(self) -> int:
+        """Returns the mean length of some of the waiting prompts; 0 if there is none."""
+        some = itertools.islice(self.waiting(), 32)  # not all, because many callers may be refused in a second
+        lengths = [len(request.prompt_token_ids) for request in some]
+        return sum(lengths) // len(lengths) if lengths else 0
+
     @property
     def first(self) -> Request | None:
-        """The waiting request to admit next: of the tenant with the least load for its weight, the first in rank."""
+        """The waiting request to admit next: the first in rank of the tenant with the least load for its weight."""
         firsts = [first for account in self._accounts.values() if (first := account.waiting.first) is not None]
         return min(firsts, key=self._admission_key) if len(firsts) > 1 else firsts[0] if firsts else None
 
@@ -150,7 +223,7 @@ class FairShares:
             return True
         account = self._accounts.get(tenant)
         others = self._total_weight - (account.weight if account is not None else 0.0)
-        num_waiting = len(account.waiting) if account is not None else 0
+        num_waiting = len(account.waiting) + account.num_lacking if account is not None else 0
         return others > 0 and num_waiting + num_requests <= max_waiting * weight / (weight + others)
 
     def victims(self, request: Request) -> list[Request]:
@@ -209,7 +282,10 @@ class FairShares:
 
     def audit(self) -> None:
         """Checks the books of every tenant. Raises AssertionError with the violation. O(requests)."""
-        assert self.num_waiting == sum(len(each.waiting) for each in self._accounts.values()), "the queue is miscounted"
+        num_waiting = sum(len(each.waiting) + each.num_lacking for each in self._accounts.values())
+        assert self.num_waiting == num_waiting + len(self._held), "the queue is miscounted"
+        num_lacking = sum(each.num_lacking for each in self._accounts.values())
+        assert num_lacking == sum(map(len, self._lacking.values())), "the requests that lack a slot are miscounted"
         awaiting = {request for request in self._awaiting if not request.is_finished}
         assert awaiting == {each for each in self.waiting() if each.is_fetching}, "a waiting request awaits no page"
         for tenant, account in self._accounts.items():

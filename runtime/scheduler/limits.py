@@ -19,9 +19,9 @@ class SchedulerLimits:
     max_waiting: int  # length of the queue; further requests are refused
     max_context: int  # prompt and output tokens of one request
     max_prefill_tokens: int = 0  # prefill tokens in a step that also decodes; 0: the rest of max_step_tokens
-    low_load_prefill_tokens: int = 0  # the same at low load (`Scheduler._is_load_low`); 0: off
+    low_load_prefill_tokens: int = 0  # the same at low load (`Running.is_load_low`); 0: off
     max_decode_steps: int = 1  # decode steps per dispatch while no request waits; at most page_size
-    multi_step_requests: int = 0  # with at most so many decodes; 0: any number
+    multi_step_requests: int = 0  # the most decodes in a dispatch of several steps; 0: any number
     priority_seconds: float = 30.0  # waiting time that one level of priority is worth
     has_prefix_cache: bool = True
     draft_tokens: int = 0  # maximum draft tokens of a request in one step; less than page_size

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from ..api.host_tier import HostTier
-from ..kv_events.page_changes import PageChanges
+from .page_changes import PageChanges
 
 
 class PageAllocator:
@@ -32,7 +32,7 @@ class PageAllocator:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; a cache needs 1 page or more.")
         self.num_evictions = 0  # evicted pages since the start
-        self.changes: PageChanges | None = None  # receives which pages `match` can find; None: nobody asks
+        self.changes: PageChanges | None = None  # receives which pages `match` can find; None: not recorded
         self.host: HostTier | None = None
         self.reset(num_pages)
 

@@ -13,7 +13,7 @@ from .fair_shares import FairShares, rank_of
 from .limits import SchedulerLimits
 from .page_allocator import PageAllocator
 from .page_keys import extend_page_keys
-from .step_plan import Chunk
+from .step_plan import ScheduledChunk
 
 NEVER = 2**62  # tokens
 
@@ -73,6 +73,17 @@ class Running:
         num_found = num_pages if is_all else bisect_left(keys, True, hi=num_pages, key=self._is_missing)
         return request.num_known_tokens - num_found * self._limits.page_size
 
+    def is_load_low(self, prefilling: list[Request], num_decodes: int) -> bool:
+        """Returns whether few requests have prompt tokens left, at most twice `max_prefill_tokens`, for short steps."""
+        if not self._limits.has_few_new(len(prefilling) + self._shares.num_waiting, num_decodes):
+            return False
+        num_left = sum(request.num_prefill_tokens - request.num_computed_tokens for request in prefilling)
+        for request in self._shares.waiting():
+            if num_left > 2 * self._limits.max_prefill_tokens:
+                break
+            num_left += self.num_left(request)  # in O(log pages): all may be long, and cached
+        return num_left <= 2 * self._limits.max_prefill_tokens
+
     def _is_missing(self, key: bytes) -> bool:
         return not (self._pages.match([key]) or (self._pages.host is not None and self._pages.host.num_found([key])))
 
@@ -103,6 +114,8 @@ class Running:
         self.assign(request, cached)
         self.assign(request, self._pages.allocate(num_new_pages))
         request.slot = heapq.heappop(self._free_slots)
+        if self._shares.adapters is not None:
+            self._shares.adapters.hold(request)
         request.num_prefill_tokens = request.num_known_tokens
         request.num_computed_tokens = len(cached) * self._limits.page_size
         request.num_published_pages = len(cached)
@@ -147,6 +160,8 @@ class Running:
         request.num_computed_tokens = request.num_prefill_tokens = 0
         assert request.slot is not None, request.request_id
         heapq.heappush(self._free_slots, request.slot)
+        if self._shares.adapters is not None:
+            self._shares.adapters.release(request)
         request.slot = None
 
     def arrived(self, request: Request, num_pages: int) -> None:
@@ -157,9 +172,11 @@ class Running:
     def withdraw(self, request: Request) -> bool:
         """Undoes the computation of a request's last known token, which is planned with its successor in flight.
 
-        Its draft tokens are undone with it. Returns whether it can be computed again in place. It cannot if its page is
-        published, and not to be written.
+        Its draft tokens are undone with it. A chunk without a successor, before the last known token, stays computed.
+        Returns whether it can be computed again in place. It cannot if its page is published, and not to be written.
         """
+        if not request.num_pending_tokens:
+            return True
         request.num_pending_tokens -= 1 + request.num_drafts
         request.num_drafts = 0
         request.num_prefill_tokens = request.num_known_tokens
@@ -201,6 +218,8 @@ class Running:
             num_safe_tokens = min(request.num_computed_tokens, request.num_known_tokens)
             is_safe = request.num_published_pages * self._limits.page_size <= num_safe_tokens
             assert is_safe, f"{name} shares {request.num_published_pages} pages, but has {num_safe_tokens} safe tokens"
+        if self._shares.adapters is not None:
+            self._shares.adapters.audit(self._requests)
         self._pages.audit(request.pages for request in self._requests)
         if self._pages.host is not None:
             self._pages.host.audit()
@@ -209,7 +228,7 @@ class Running:
         return self._limits.num_pages_for(request.num_known_tokens) - len(cached)
 
 
-def book_prompt_logprobs(chunk: Chunk) -> int:
+def book_prompt_logprobs(chunk: ScheduledChunk) -> int:
     """Books the log-probabilities that a chunk computes. Returns the first position; it gives that of the next."""
     request, start, num_tokens, _ = chunk
     first = max(start, request.num_prompt_logprobs)

@@ -22,15 +22,17 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ..api.errors import InvalidRequestError, QueueFullError
 from ..api.request import NO_TOKEN, FinishReason, Request
-from ..pace.pace import Pace
+from .adapter_slots import Adapters
+from .drafts.speculation import Speculation
 from .fair_shares import FairShares
 from .limits import SchedulerLimits
+from .pace import Pace
 from .page_allocator import PageAllocator
-from .page_keys import extend_page_keys
+from .page_keys import begin_page_keys, extend_page_keys
 from .ranked_queue import RankedQueue
+from .request_audit import audit_request
 from .running import NEVER, Running, book_prompt_logprobs
-from .speculation import Speculation
-from .step_plan import Chunk, Draft, Progress, StepPlan
+from .step_plan import Draft, Progress, ScheduledChunk, StepPlan
 
 
 class Scheduler:
@@ -40,17 +42,18 @@ class Scheduler:
     counters count from the start. A wasted token is one sampled for a request that had ended when the host received it.
     """
 
-    def __init__(self, limits: SchedulerLimits, pages: PageAllocator, eos_token_ids: frozenset[int]):
-        self.limits = limits
-        self.num_preemptions = 0
-        self.num_wasted_tokens = 0
+    def __init__(
+        self, limits: SchedulerLimits, pages: PageAllocator, eos_token_ids: frozenset[int], adapters: Adapters = None
+    ):
+        self.limits, self.adapters = limits, adapters
+        self.num_preemptions = self.num_wasted_tokens = 0
         self.num_refused = 0  # samples refused because the queue was full
         self.num_expired = 0  # requests whose deadline passed or could no longer be met
         self.num_not_finite = 0  # requests that ended with NO_TOKEN
         self._pages = pages
         self._eos_token_ids = eos_token_ids
         self._requests: dict[Request, None] = {}  # unfinished requests, in order of arrival
-        self._shares = FairShares(limits, pages)
+        self._shares = FairShares(limits, pages, adapters)
         self._running = Running(limits, pages, self._shares)
         self.speculation = Speculation(limits, pages, self._running)
         self._leaving: set[Request] = set()  # whole output in flight; pages and slot already freed
@@ -59,6 +62,8 @@ class Scheduler:
         self._expired: list[Request] = []
         self._arrivals = itertools.count()
         self._pace = Pace()
+        self._weights_key = b""  # of the weights that compute the pages
+        self._is_holding = False  # see `hold_new`
 
     @property
     def requests(self) -> Collection[Request]:
@@ -76,8 +81,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished. Steps of finished requests may still be in flight."""
-        return bool(self._requests)
+        """Whether any request is unfinished and not held. Steps of finished requests may still be in flight."""
+        return len(self._requests) > self._shares.num_held
 
     def add(self, *requests: Request) -> None:
         """Adds new requests to the queue, all or none. The samples of one prompt are passed in one call.
@@ -101,6 +106,9 @@ class Scheduler:
             head_start = request.priority * self.limits.priority_seconds
             request.rank = (request.arrival_seconds - head_start, next(self._arrivals))
             self._requests[request] = None
+            if request.weights_key != self._weights_key:  # the weights have changed since `prepare`
+                begin_page_keys(request, self._weights_key)
+            request.is_held = self._is_holding
             self._shares.open(request)
             if request.deadline_seconds < math.inf:
                 self._deadlines.push(request.deadline_seconds, request)
@@ -108,11 +116,12 @@ class Scheduler:
     def prepare(self, requests: Sequence[Request]) -> None:
         """Sets what takes time to compute for the new samples of one prompt. Call before `add`; needs no lock."""
         first, page_size = requests[0], self.limits.page_size
+        first.weights_key = self._weights_key
         if self.limits.has_prefix_cache:
             extend_page_keys(first, page_size, (len(first.prompt_token_ids) - 1) // page_size)
         first.drafter = self.speculation.drafter(first)
         for request in requests[1:]:
-            request.page_keys = list(first.page_keys)
+            request.page_keys, request.weights_key = list(first.page_keys), first.weights_key
             request.drafter = first.drafter.fork() if first.drafter is not None else None
 
     def check_room(self, now: float, num_requests: int = 1, tenant: str = "", weight: float = 1.0) -> None:
@@ -125,13 +134,7 @@ class Scheduler:
             self.num_refused += num_requests
             max_waiting, num_waiting = self.limits.max_waiting, self.num_waiting
             message = f"{num_waiting} requests wait; this server queues {max_waiting} (max_waiting). Retry later."
-            raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting, self._mean_prompt_tokens()))
-
-    def _mean_prompt_tokens(self) -> int:
-        """Returns the mean length of some of the waiting prompts; 0 if there is none."""
-        some = itertools.islice(self._shares.waiting(), 32)  # not all, because many callers may be refused in a second
-        lengths = [len(request.prompt_token_ids) for request in some]
-        return sum(lengths) // len(lengths) if lengths else 0
+            raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting, self._shares.mean_prompt_tokens()))
 
     def plan(self, now: float) -> StepPlan | None:
         """Plans the next step and books it: its tokens count as computed, and pages and slots are assigned.
@@ -150,7 +153,8 @@ class Scheduler:
         prefilling = self._plan_decodes(draft)
         draft.num_tokens_left -= len(draft.decodes)
         if draft.decodes and self.limits.max_prefill_tokens:
-            num_beside = self.limits.num_beside(len(draft.decodes), self._is_load_low(prefilling, len(draft.decodes)))
+            is_load_low = self._running.is_load_low(prefilling, len(draft.decodes))
+            num_beside = self.limits.num_beside(len(draft.decodes), is_load_low)
             draft.num_tokens_left = min(draft.num_tokens_left, num_beside)
         for request in prefilling:
             self._admit(draft, ahead_of=request)
@@ -219,17 +223,6 @@ class Scheduler:
                 about_to_leave.append(request)
         return sorted([request for request in prefilling if request.slot is not None], key=self._shares.turn)
 
-    def _is_load_low(self, prefilling: list[Request], num_decodes: int) -> bool:
-        """Returns whether few requests have prompt tokens left, at most twice `max_prefill_tokens`, for short steps."""
-        if not self.limits.has_few_new(len(prefilling) + self.num_waiting, num_decodes):
-            return False
-        num_left = sum(request.num_prefill_tokens - request.num_computed_tokens for request in prefilling)
-        for request in self._shares.waiting():
-            if num_left > 2 * self.limits.max_prefill_tokens:
-                break
-            num_left += self._running.num_left(request)  # in O(log pages): all may be long, and cached
-        return num_left <= 2 * self.limits.max_prefill_tokens
-
     def _grow(self, request: Request, draft: Draft) -> bool:
         """Assigns one more page to a running request, preempting others if needed. False if it must wait."""
         while not self._pages.num_free_pages:
@@ -285,7 +278,7 @@ class Scheduler:
         request.num_computed_tokens = end
         request.num_pending_tokens += is_sampling
         self._shares.prefilled(request, end - start)
-        draft.add_prefill(Chunk(request, start, end - start, is_sampling))
+        draft.add_prefill(ScheduledChunk(request, start, end - start, is_sampling))
         page_size = self.limits.page_size
         draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
         if is_sampling and end + 1 == request.max_total_tokens:
@@ -302,6 +295,8 @@ class Scheduler:
                 return  # a budget used up by decodes alone can be freed by a preemption
             if ahead_of is not None and self._shares.turn(ahead_of) < self._shares.turn(request):
                 return
+            if self._shares.lacks_adapter(request):
+                continue
             if request in draft.preempted or request.num_pending_tokens:
                 return  # freed pages must not go back, and tokens in flight are not known yet
             if not self._running.has_free_slot and not self._shares.victims(request):
@@ -346,6 +341,22 @@ class Scheduler:
         while len(self._running):
             self._preempt(self._running.last)
         self._rest()
+
+    def begin_weights(self, key: bytes) -> None:
+        """Preempts all running requests, and has page keys begin with `key`, one for each change of the weights.
+
+        Pages of before are found no more. Call it only while no step is in flight.
+        """
+        self.preempt_all()
+        self._weights_key = key
+        for request in self._requests:
+            begin_page_keys(request, self._weights_key)
+
+    def hold_new(self, is_holding: bool) -> None:
+        """Leaves requests that are added from now on out of all plans, until called with False."""
+        self._is_holding = is_holding
+        if not is_holding:
+            self._shares.release_held()
 
     def _rest(self) -> None:
         """Excludes the idle time before the next step from the estimates of step time."""
@@ -482,16 +493,7 @@ class Scheduler:
         assert sum(map(len, places.values())) == len(self._requests), "a request is in two states, or in none"
         assert set().union(*places.values()) == set(self._requests), "a finished request is still held"
         for request in self._requests:
-            name = f"request {request.request_id}"
-            assert not request.is_finished, f"{name} is finished but still held"
-            num_known, num_tokens, limit = request.num_known_tokens, request.num_tokens, request.max_total_tokens
-            counted = len(request.prompt_token_ids) + len(request.output_token_ids)
-            assert num_known == counted, f"{name} counts {num_known} known tokens of {counted}"
-            assert num_known <= num_tokens <= limit, f"{name} has {num_known}, {num_tokens} tokens of at most {limit}"
-            is_bare = request.slot is None and not request.pages and request.num_computed_tokens == 0
-            is_placed = request.slot is not None and request.pages
-            assert is_placed if request in places["running"] else is_bare, f"{name} has the wrong state"
-            assert request not in self._leaving or num_tokens == limit, f"{name} left too early"
+            audit_request(request, is_running=request in places["running"], is_leaving=request in self._leaving)
         dated = {request for request in self._requests if request.deadline_seconds < math.inf}
         assert set(self._deadlines) == dated, "the deadlines are not those of the unfinished requests"
         self._running.audit()

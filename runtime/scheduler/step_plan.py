@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..api.request import Request
-from ..drafting.model_drafter import UNKNOWN_DRAFT
+from .drafts.model_drafter import UNKNOWN_DRAFT
 from .limits import SchedulerLimits
 
 # The result of a step for one request: the sampled token, or None for an end token, which is not part of the output.
@@ -15,7 +15,7 @@ from .limits import SchedulerLimits
 Progress = tuple[Request, int | None]
 
 
-class Chunk(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """A range of positions of one request, start..start+num_tokens-1, that one step computes."""
 
     request: Request
@@ -43,7 +43,7 @@ class StepPlan:
 
     decodes: Sequence[Request]
     starts: Sequence[int]  # the first position that each decode computes
-    prefills: Sequence[Chunk]  # chunks of known tokens; those of one token come first
+    prefills: Sequence[ScheduledChunk]  # chunks of known tokens; those of one token come first
     num_steps: int = 1
     drafts: Sequence[list[int]] = ()  # draft tokens of each decode; empty if no decode has any
     # For each decode, its number of steps if num_steps > 1, or its number of positions if there are drafts; else empty.
@@ -56,11 +56,11 @@ class StepPlan:
     preempted: Sequence[Request] = ()  # in the order of preemption
 
     @property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[ScheduledChunk, ...]:
         """All work as chunks, in the order of the device's batch."""
         lengths = self.decode_lengths or [1] * len(self.decodes)
         decodes = zip(self.decodes, self.starts, lengths, strict=True)
-        return (*(Chunk(request, start, length, True) for request, start, length in decodes), *self.prefills)
+        return (*(ScheduledChunk(request, start, length, True) for request, start, length in decodes), *self.prefills)
 
     @property
     def requests(self) -> list[Request]:
@@ -131,8 +131,8 @@ class Draft:
     decodes: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     num_sitting_out: int = 0
-    single_prefills: list[Chunk] = field(default_factory=list)
-    long_prefills: list[Chunk] = field(default_factory=list)
+    single_prefills: list[ScheduledChunk] = field(default_factory=list)
+    long_prefills: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     page_keys: set[bytes] = field(default_factory=set)  # keys of the prompt pages that this step computes
@@ -150,7 +150,7 @@ class Draft:
         queue_seconds = self.now - request.arrival_seconds if is_first else None
         self.admitted.append(Admission(request, request.num_computed_tokens // page_size, queue_seconds))
 
-    def add_prefill(self, chunk: Chunk) -> None:
+    def add_prefill(self, chunk: ScheduledChunk) -> None:
         self.num_tokens_left -= chunk.num_tokens
         (self.single_prefills if chunk.num_tokens == 1 else self.long_prefills).append(chunk)
 
@@ -161,7 +161,7 @@ class Draft:
         if below and surplus < above - self.num_tokens and self.long_prefills:
             request, start, num_tokens, is_sampling = self.long_prefills[-1]
             if num_tokens > surplus + 1:
-                self.long_prefills[-1] = Chunk(request, start, num_tokens - surplus, False)
+                self.long_prefills[-1] = ScheduledChunk(request, start, num_tokens - surplus, False)
                 self.num_tokens_left += surplus
                 request.num_computed_tokens -= surplus
                 request.num_pending_tokens -= is_sampling

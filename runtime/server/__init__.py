@@ -1,1 +1,4 @@
-"""The gRPC edge: authenticate, check, submit, stream, and map errors to status codes."""
+"""How does a gRPC call become a request, and its outputs a stream?
+
+Authenticate, check, submit, stream, and map errors to status codes.
+"""

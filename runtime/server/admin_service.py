@@ -8,16 +8,20 @@ from typing import Any
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
+from ..api import proto_codec
+from ..api.adapters import AdapterInfo
 from ..api.errors import InvalidRequestError, UnavailableFeatureError
 from ..telemetry.profiler import Profiler
-from .grpc_status import abort
-from .inference_service import Edge
+from .adapter_methods import AdapterMethods
+from .edge import Edge
+from .grpc_status import abort, answered
+from .weight_methods import WeightMethods
 
 _MAX_GRACE_SECONDS = 86_400.0
 
 
 class Admin(pb_grpc.AdminServiceServicer):
-    """Drains the server, flushes the prefix cache and records profiles.
+    """Drains the server, flushes the prefix cache, records profiles, loads adapters, replaces weights, pauses.
 
     Args:
       drain: Starts draining; takes the grace period in seconds, or None for the server's default.
@@ -28,6 +32,8 @@ class Admin(pb_grpc.AdminServiceServicer):
         self._edge = edge
         self._drain = drain
         self._profiler = profiler
+        self._adapters = AdapterMethods(edge)
+        self._weights = WeightMethods(edge)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         try:
@@ -66,6 +72,48 @@ class Admin(pb_grpc.AdminServiceServicer):
             return pb.StopProfileResponse(directory=await asyncio.to_thread(stop, backend.engine.between_steps))
         except Exception as error:
             await abort(context, error)
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
+        try:
+            info = await self._adapters.load(request.name, request.path, replaces=request.replaces)
+            return pb.LoadAdapterResponse(adapter=self._shown(info))
+        except Exception as error:
+            await abort(context, error)
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:
+        try:
+            await self._adapters.unload(request.name)
+            return pb.UnloadAdapterResponse()
+        except Exception as error:
+            await abort(context, error)
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Any) -> pb.ListAdaptersResponse:
+        try:
+            return pb.ListAdaptersResponse(adapters=map(self._shown, self._adapters.list()))
+        except Exception as error:
+            await abort(context, error)
+
+    def _shown(self, info: AdapterInfo) -> pb.Adapter:
+        backend, _ = self._edge.serving()
+        return proto_codec.adapter_message(info, backend.info.name)
+
+    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Any) -> pb.UpdateWeightsResponse:
+        return await answered(self._weights.update(request), context)
+
+    async def GetWeightVersion(self, request: pb.GetWeightVersionRequest, context: Any) -> pb.GetWeightVersionResponse:
+        return await answered(self._weights.version(request), context)
+
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+        return await answered(self._weights.pause(request), context)
+
+    async def Continue(self, request: pb.ContinueRequest, context: Any) -> pb.ContinueResponse:
+        return await answered(self._weights.resume(request), context)
+
+    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        return await answered(self._weights.sleep(request), context)
+
+    async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
+        return await answered(self._weights.wake(request), context)
 
     def _checked_profiler(self) -> Profiler:
         if self._profiler is None:

@@ -7,7 +7,7 @@ first of several requests is submitted, and the others would wait for that step.
 import asyncio
 from collections.abc import Callable
 
-_QUIET_TURNS = 10  # of the event loop. A call that gRPC has received gets to `begin` in four; empty, ten take 10 us
+_QUIET_TURNS = 10  # turns of the event loop: a received call gets to `begin` in four; empty, ten take 10 us
 _MAX_SECONDS = 0.003  # as long as a short step of a small model on a GPU
 
 
@@ -19,7 +19,7 @@ class Arrivals:
     no longer holds the engine.
 
     Args:
-      hold: See `engine_api.Engine.hold`.
+      hold: See `engine_api.EngineApi.hold`.
     """
 
     def __init__(self, hold: Callable[[bool], bool]):

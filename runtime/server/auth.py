@@ -14,13 +14,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from ..api.errors import ConfigError, PermissionDeniedError, QuotaExceededError, UnauthenticatedError
-from ..api.tenants import ANYBODY, LOCAL, Permission, Tenant, read_tokens
+from meshserve.sharding.guarded_files import Stamp, stamp_of
 
-_RETRY_SECONDS = 1.0  # retry hint, fixed because nobody knows when a request will end
+from ..api.errors import PermissionDeniedError, QuotaExceededError, UnauthenticatedError
+from ..api.tenants import ANYBODY, LOCAL, Credential, Permission, Tenant, TokensFileError, read_tokens
+
+_RETRY_SECONDS = 1.0  # retry hint, fixed because the end of a request is unknown
 _MAX_TOKEN_CHARS = 512
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OnBehalf:
+    """Stands in place of a token where the server itself acts for a tenant. No caller can send one: it is no text."""
+
+    tenant: str
 
 
 @dataclass
@@ -33,7 +42,7 @@ class _Usage:
 
 @dataclass
 class Access:
-    """Access control of one server. Its methods run on the event loop.
+    """Access control of one server. Its methods run on the event loop, except `reload`.
 
     Args:
       path: The tokens file. None admits every caller, without a token, as the tenant `tokenless`.
@@ -49,22 +58,39 @@ class Access:
     now: Callable[[], datetime] = field(default=lambda: datetime.now(UTC))
 
     def __post_init__(self) -> None:
-        self._credentials = read_tokens(self.path) if self.path is not None else ()
-        self._stamp = self._file_stamp()
+        self._credentials: tuple[Credential, ...] = ()
+        self._stamp: Stamp | None = None  # of the version of the file that is in force
+        self._refused: Stamp | None = None  # of the version that was last found invalid
+        self._complaint = ""  # why the present file is not in force, as it was logged
+        if self.path is not None:
+            self._credentials, self._stamp = read_tokens(self.path)
         self._usage: dict[str, _Usage] = {}
         self.methods = MappingProxyType(dict(self.methods))
 
     def reload(self) -> None:
-        """Reads the tokens file again if it has changed. If it is not valid, the previous tokens stay in force."""
-        stamp = self._file_stamp()
-        if self.path is None or stamp == self._stamp:
+        """Reads the tokens file again if it has changed. Not called on the event loop: the file system may hang.
+
+        If the file cannot be read or is not valid, the previous tokens stay in force. What cannot be read is tried
+        again each time, and what is not valid once it has changed.
+        """
+        if self.path is None:
             return
-        self._stamp = stamp
+        stamp = stamp_of(self.path)
+        if stamp is not None and stamp == self._stamp:
+            self._complaint = ""
+            return
+        if stamp is not None and stamp == self._refused:
+            return
         try:
-            self._credentials = read_tokens(self.path)
-            _log.info("read %d tokens from %s", len(self._credentials), self.path)
-        except ConfigError as error:
-            _log.error("the previous tokens stay in force: %s", error)
+            self._credentials, self._stamp = read_tokens(self.path)
+        except TokensFileError as error:
+            self._refused = error.stamp
+            if str(error) != self._complaint:
+                _log.error("the previous tokens stay in force: %s", error)
+            self._complaint = str(error)
+            return
+        self._refused, self._complaint = None, ""
+        _log.info("read %d tokens from %s", len(self._credentials), self.path)
 
     def check(self, method: str, metadata: Sequence[tuple[str, str | bytes]] | None) -> Tenant:
         """Checks that a caller may call a method, and returns its tenant.
@@ -73,8 +99,7 @@ class Access:
           UnauthenticatedError: The token is missing, unknown or expired.
           PermissionDeniedError: The tenant lacks the permission.
         """
-        service = method.rpartition("/")[0].strip("/")
-        if service in self.public:
+        if _service_of(method) in self.public:
             return ANYBODY
         tenant = self.tenant(metadata)
         needed = self.methods.get(method, Permission.ADMIN)  # unlisted methods are for administrators
@@ -85,6 +110,10 @@ class Access:
             )
         return tenant
 
+    def is_public(self, method: str) -> bool:
+        """Returns whether a method needs no token although others do."""
+        return self.path is not None and _service_of(method) in self.public
+
     def tenant(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> Tenant:
         """Returns the tenant of a call.
 
@@ -94,6 +123,8 @@ class Access:
         if self.path is None:
             return self.tokenless
         values = [value for key, value in metadata or () if key == "authorization"]
+        if len(values) == 1 and isinstance(values[0], OnBehalf):
+            return self.named(values[0].tenant)
         scheme, _, token = values[0].partition(" ") if len(values) == 1 and isinstance(values[0], str) else ("", "", "")
         if scheme.lower() != "bearer" or not 0 < len(token) <= _MAX_TOKEN_CHARS:
             raise UnauthenticatedError(
@@ -108,12 +139,26 @@ class Access:
             raise UnauthenticatedError(f"the token expired at {found[0].expires.isoformat()}. Use a current one.")
         return found[0].tenant
 
+    def named(self, name: str) -> Tenant:
+        """Returns a tenant that has a valid token, for work that goes on without a caller.
+
+        Raises:
+          UnauthenticatedError: There is none of this name any more.
+        """
+        if self.path is None and name == self.tokenless.name:
+            return self.tokenless
+        now = self.now()
+        for item in self._credentials:
+            if item.tenant.name == name and (item.expires is None or item.expires > now):
+                return item.tenant
+        raise UnauthenticatedError(f"the tenant {name!r} has no valid token any more.")
+
     @contextlib.contextmanager
     def in_flight(self, tenant: Tenant) -> Iterator[Callable[[int], None]]:
         """Counts a request against its tenant's quota until the block ends.
 
         Yields:
-          A function that counts tokens as well, once they are known: of the prompt and the longest possible output.
+          A function that also counts the tokens of the prompt and the longest possible output once they are known.
 
         Raises:
           QuotaExceededError: The request, or its tokens, would exceed the quota.
@@ -134,15 +179,6 @@ class Access:
             usage.num_requests -= counted.num_requests
             usage.num_tokens -= counted.num_tokens
 
-    def _file_stamp(self) -> tuple[int, int, int] | None:
-        if self.path is None:
-            return None
-        try:
-            stat = self.path.stat()
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
 
 def _within(tenant: Tenant, what: str, wanted: int, bound: int | None) -> None:
     if bound is not None and wanted > bound:
@@ -151,3 +187,7 @@ def _within(tenant: Tenant, what: str, wanted: int, bound: int | None) -> None:
             f"tenant:{tenant.name}",
             _RETRY_SECONDS,
         )
+
+
+def _service_of(method: str) -> str:
+    return method.rpartition("/")[0].strip("/")

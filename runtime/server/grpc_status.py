@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -12,18 +12,28 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 from ..api.errors import (
     AbortedError,
+    AdapterChangedError,
+    AdapterExistsError,
+    AdapterRoomError,
+    AdaptersOffError,
     DeadlineError,
     EngineStoppedError,
+    InvalidAdapterError,
     InvalidRequestError,
     PermissionDeniedError,
     QueueFullError,
     QuotaExceededError,
     UnauthenticatedError,
     UnavailableFeatureError,
+    UnfinishedError,
+    UnknownAdapterError,
+    UnknownMethodError,
     UnsupportedModelError,
     WrongTaskError,
 )
 from .output_queue import RequestIdInUseError, SlowReaderError
+
+Result = TypeVar("Result")
 
 # The only table from errors to status codes. Any other exception is a bug of ours: INTERNAL.
 GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
@@ -37,14 +47,24 @@ GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         SlowReaderError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        UnfinishedError: grpc.StatusCode.INTERNAL,  # of methods without FINISH_REASON_ERROR
         AbortedError: grpc.StatusCode.CANCELLED,
         WrongTaskError: grpc.StatusCode.UNIMPLEMENTED,
+        UnknownMethodError: grpc.StatusCode.UNIMPLEMENTED,
         DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
         EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
+        UnknownAdapterError: grpc.StatusCode.NOT_FOUND,
+        InvalidAdapterError: grpc.StatusCode.INVALID_ARGUMENT,
+        AdapterExistsError: grpc.StatusCode.ALREADY_EXISTS,
+        AdapterRoomError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        AdaptersOffError: grpc.StatusCode.FAILED_PRECONDITION,
+        AdapterChangedError: grpc.StatusCode.FAILED_PRECONDITION,
     }
 )
 
 _MAX_STATUS_BYTES = 1_024  # all metadata of a call shares 8 KiB, and percent-encoding triples the message
+
+_PUSHBACK = "grpc-retry-pushback-ms"
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +79,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 async def abort(context: Any, error: Exception) -> NoReturn:
     """Ends the call with the status of `error`. Never returns."""
     if isinstance(error, grpc.aio.InternalError):
-        # A write noticed that the caller is gone before grpc cancelled this task. There is nobody to answer.
+        # A write noticed that the caller is gone before grpc cancelled this task. There is no caller to answer.
         raise asyncio.CancelledError from error
     if isinstance(error, grpc.aio.AbortError):
         raise error  # the call already has its status
@@ -73,11 +93,23 @@ async def abort(context: Any, error: Exception) -> NoReturn:
         packed = any_pb2.Any()
         packed.Pack(detail)
         status.details.append(packed)
+    trailers: tuple[tuple[str, str | bytes], ...] = (("grpc-status-details-bin", status.SerializeToString()),)
+    if isinstance(error, QueueFullError | QuotaExceededError):
+        # RetryInfo once more, in the form that the retry policies of gRPC's libraries obey.
+        trailers += ((_PUSHBACK, str(round(error.retry_seconds * 1000))),)
     try:
-        await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+        await context.abort(code, message, trailers)
     except grpc.aio.InternalError as gone:
         raise asyncio.CancelledError from gone  # as above
     raise AssertionError("context.abort raises")
+
+
+async def answered(answer: Awaitable[Result], context: Any) -> Result:
+    """Awaits an answer; an error ends the call with its status."""
+    try:
+        return await answer
+    except Exception as error:  # CancelledError, of a cancelled call, is not an Exception
+        await abort(context, error)
 
 
 def _details(error: Exception, message: str) -> list[Any]:

@@ -5,6 +5,7 @@ refusal must be cheap. Bytes that are not a valid message get INVALID_ARGUMENT; 
 Parsing 16 MiB holds Python's lock for a tenth of a second, so large messages are parsed one at a time, with pauses.
 """
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,16 +13,17 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ..api.errors import InvalidRequestError
+from ..api.errors import InvalidRequestError, UnknownMethodError
 from ..api.tenants import LOCAL, Tenant
 from ..telemetry.metrics import Metrics
 from ..text.work_pool import Paced, WorkPool
 from .auth import Access
+from .connection_guard import ConnectionGuard
 from .grpc_status import abort, code_of
 from .method_permissions import QUEUED_METHODS
 
-_LARGE_BYTES = 2**20  # of a message; takes up to 8 ms to parse
-_LARGE_SHARE = 0.1  # of the time may go to parsing large messages
+_LARGE_BYTES = 2**20  # a message of this size takes up to 8 ms to parse
+_LARGE_SHARE = 0.1  # the share of the time for parsing large messages
 
 
 class AdmissionInterceptor(grpc.aio.ServerInterceptor):
@@ -30,13 +32,21 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
     Args:
       admit: Called for each request; raises if the queue has no room for another one of its tenant.
       access: The permissions of callers; None on a port without tokens.
+      guard: Learns which calls were proper and which wasted.
     """
 
-    def __init__(self, metrics: Metrics, admit: Callable[[Tenant], None], access: Access | None = None):
+    def __init__(
+        self,
+        metrics: Metrics,
+        admit: Callable[[Tenant], None],
+        access: Access | None = None,
+        guard: ConnectionGuard | None = None,
+    ):
         self._metrics = metrics
         self._admit = admit
         self._access = access
-        self._handlers: dict[str, Any] = {}  # by method, made by `_checking_bytes`
+        self._guard = guard if guard is not None else ConnectionGuard()
+        self._handlers: dict[str, Any] = {}  # by method, made by `_checking_bytes` and `_counting`
         self._large = WorkPool("large messages", num_threads=1, max_calls=256, max_size=2**29)
         self._parse_large = Paced(_LARGE_SHARE)
 
@@ -49,31 +59,74 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
                 self._admit(tenant)
         except Exception as error:
             self._metrics.count_refusal(code_of(error).name.lower())
-            return _refusal(error)
+            return self._refusal(error)
         if (known := self._handlers.get(details.method)) is not None:
             return known
         handler = await continuation(details)
-        if handler is None or not inspect.iscoroutinefunction(handler.unary_stream or handler.unary_unary):
-            return handler
-        checking = self._handlers[details.method] = self._checking_bytes(handler)
-        return checking
+        if handler is None:
+            return self._refusal(UnknownMethodError("Method not found!"))
+        if inspect.iscoroutinefunction(handler.unary_stream or handler.unary_unary):
+            is_public = self._access is not None and self._access.is_public(details.method)
+            handler = self._checking_bytes(handler, is_public)
+        elif handler.stream_stream is not None:
+            handler = self._counting(handler)
+        self._handlers[details.method] = handler
+        return handler
 
-    def _checking_bytes(self, handler: Any) -> Any:
-        """Wraps the handler of a method with one request, so that bytes that cannot be parsed get INVALID_ARGUMENT."""
+    def _checking_bytes(self, handler: Any, is_public: bool) -> Any:
+        """Wraps the handler of a method with one request.
 
-        def checked(behavior: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-            async def check(data: bytes, context: Any) -> Any:
-                try:
-                    return await behavior(await self._parsed(handler.request_deserializer, data, context), context)
-                except grpc.aio.AbortError as error:  # gRPC keeps it, in a cycle: it must not keep the request, too
-                    del data
-                    error.__context__ = None
-                    raise error.with_traceback(None) from None
+        Bytes that cannot be parsed get INVALID_ARGUMENT. To gRPC, the wrapper takes any number of requests, because
+        otherwise it would not be called for a call that is reset before its message has come.
+        """
+        behavior = handler.unary_stream or handler.unary_unary
 
-            return check
+        async def check(_requests: Any, context: Any) -> Any:
+            data = await self._message(context, is_public)
+            try:
+                return await behavior(await self._parsed(handler.request_deserializer, data, context), context)
+            except grpc.aio.AbortError as error:  # gRPC keeps it, in a cycle: it must not also keep the request
+                del data
+                error.__context__ = None
+                raise error.with_traceback(None) from None
 
-        name = "unary_stream" if handler.response_streaming else "unary_unary"
-        return handler._replace(request_deserializer=None, **{name: checked(getattr(handler, name))})
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(check, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(check, None, handler.response_serializer)
+
+    def _counting(self, handler: Any) -> Any:
+        """Wraps a handler that generates answers to any number of requests. Wasted: a call reset before the first."""
+
+        async def count(requests: Any, context: Any) -> None:
+            peer, is_answered = context.peer(), False
+            try:
+                async for answer in handler.stream_stream(requests, context):
+                    await context.write(answer)
+                    is_answered = True
+            except asyncio.CancelledError:
+                if not is_answered:
+                    self._guard.wasted(peer)
+                raise
+
+        return handler._replace(stream_stream=count)
+
+    async def _message(self, context: Any, is_public: bool) -> bytes:
+        """Returns the bytes of a call's message. Calls that need no token on a port with tokens prove nothing.
+
+        Raises:
+          CancelledError: The call was reset, or closed without a message.
+        """
+        peer = context.peer()  # unknown once the call has ended
+        try:
+            data = await context.read()
+            if data is grpc.aio.EOF:
+                raise asyncio.CancelledError
+        except asyncio.CancelledError:
+            self._guard.wasted(peer)
+            raise
+        if not is_public:
+            self._guard.proper(peer)
+        return data
 
     async def _parsed(self, parse: Callable[[bytes], Any], data: bytes, context: Any) -> Any:
         """Returns the message of a call, or ends the call."""
@@ -87,10 +140,14 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
         except Exception as error:
             await abort(context, error)
 
+    def _refusal(self, error: Exception) -> Any:
+        async def refuse(_requests: Any, context: Any) -> None:
+            peer = context.peer()  # unknown once the call has ended
+            try:
+                await abort(context, error)
+            except asyncio.CancelledError:  # the status could not be sent: the call had been reset
+                self._guard.wasted(peer)
+                raise
 
-def _refusal(error: Exception) -> Any:
-    async def refuse(requests: Any, context: Any) -> None:
-        await abort(context, error)
-
-    # A stream in both directions fits every method and does not wait for a message first.
-    return grpc.stream_stream_rpc_method_handler(refuse)
+        # A stream in both directions fits every method and does not wait for a message first.
+        return grpc.stream_stream_rpc_method_handler(refuse)

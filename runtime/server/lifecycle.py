@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import logging
 import signal
+import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -24,18 +25,22 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from ..api.errors import ConfigError, EngineStoppedError
-from ..api.tenants import ANYBODY, is_loopback
+from ..api.loopback import is_loopback
+from ..api.tenants import ANYBODY
 from ..telemetry.health_service import HealthService
 from ..telemetry.logs import say
 from ..telemetry.metrics import ServerState
 from ..telemetry.probe_server import HttpPort, Probe
 from ..telemetry.profiler import Profiler
 from .admin_service import Admin
-from .inference_service import MAX_MESSAGE_BYTES, Backend, Edge, failure_error
+from .auth import Access
+from .connection_guard import ConnectionGuard
+from .edge import Backend, Edge, failure_error
+from .inference_service import MAX_MESSAGE_BYTES, InferenceService
 from .interceptor import AdmissionInterceptor
 from .method_permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
 from .ports import address_of, check_free
-from .tls import TlsFiles, server_credentials
+from .tls import RELOAD_SECONDS, Certificates, TlsFiles
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -46,23 +51,37 @@ SERVER_OPTIONS = (
     # Requests of callers that disappear without closing the connection are cancelled within 80 s.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # Calls that Python has not seen yet, most of them reset by callers. Beyond gRPC's 1,000 it cancels anybody's calls.
+    # What gRPC has read of a connection becomes calls even after it was closed. Large messages take no longer.
+    ("grpc.experimental.tcp_max_read_chunk_size", 16_384),
+    # Calls that Python has not seen yet, most of them reset. Beyond gRPC's 1,000 it cancels any caller's calls.
     ("grpc.server.max_pending_requests", 50_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
 )
 STOP_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
-_RELOAD_SECONDS = 1.0
 _log = logging.getLogger(__name__)
+
+
+class HttpFront(Protocol):
+    """Another protocol on the same edge, over HTTP. `has_page` says whether browsers get a page at `/`."""
+
+    has_page: bool
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
+        """Opens the port and returns its number; 0 takes a free one. Raises ConfigError if it cannot be bound."""
+
+    async def stop(self) -> None:
+        """Closes the port and all its connections."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listen:
     """Addresses to listen on, and limits for stopping.
 
-    Port 0 takes a free one, and None opens none; `add_gateway` adds the services of the gateway port, of which the
-    health of `gateway_services` can be asked. `allow_insecure` permits a host that other machines can reach without TLS
-    or tokens. A stopping server waits up to `status_seconds` for callers to read their final status.
+    Port 0 takes a free one, and None opens none. `open_api` makes the front of OpenAI's API; `add_gateway` adds the
+    services of the gateway port, of which the health of `gateway_services` can be asked. `allow_insecure` permits a
+    host that other machines can reach without TLS or tokens. `allowed_hosts` are further names of the HTTP port, see
+    `is_host_allowed`. A stopping server waits up to `status_seconds` for callers to read their final status.
     """
 
     host: str = "127.0.0.1"
@@ -70,9 +89,13 @@ class Listen:
     allow_insecure: bool = False
     tls: TlsFiles | None = None
     http_port: int | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    openai_port: int | None = None
+    open_api: Callable[[Edge], HttpFront] | None = None
     gateway_port: int | None = None
     add_gateway: Callable[[Edge, grpc.aio.Server], None] | None = None
     gateway_services: tuple[str, ...] = ()
+    max_connection_calls: int = 2_048
     drain_seconds: float = 30.0
     status_seconds: float = STOP_GRACE_SECONDS
     profiler: Profiler | None = None
@@ -84,6 +107,7 @@ class ServerHandle:
     def __init__(self, port: int):
         self.port = port
         self.http_port: int | None = None
+        self.openai_port: int | None = None
         self.gateway_port: int | None = None
         self.grace_seconds: float | None = None  # requested by `Drain`
         self._loop = asyncio.get_running_loop()
@@ -100,7 +124,7 @@ class ServerHandle:
         return self._num_stops > 1
 
     def drain(self, grace_seconds: float | None) -> None:
-        """Starts draining, on the event loop. Does not count as a SIGTERM: one that follows only drains, too."""
+        """Starts draining, on the event loop. Does not count as a SIGTERM: one that follows also only drains."""
         if not self.is_stopping:
             self.grace_seconds = grace_seconds
             self._is_draining = True
@@ -137,44 +161,59 @@ async def serve(
     if not is_local:
         edge.access.tokenless = ANYBODY
     health_service = HealthService((SERVICE_NAME, *listen.gateway_services))
+    server, guard = _server(edge, ("grpc.max_concurrent_streams", listen.max_connection_calls), access=edge.access)
+    certificates = Certificates(listen.tls) if listen.tls is not None else None
+    handle = ServerHandle(bind(server, listen, certificates))
+    guard.port = handle.port
     # Reflection is only useful for manual exploration, and would describe the service to attackers.
-    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.admit, edge.access)
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
-    handle = ServerHandle(bind(server, listen))
     _add_services(server, edge, health_service, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
-    edge.observer.metrics.read_state = lambda: _state(edge)
-    http = HttpPort(_probes(edge), edge.observer.metrics.registry)
+    metrics = edge.observer.metrics
+    metrics.read_state, metrics.read_task_failures = lambda: _state(edge), edge.supervisor.num_failures
+    http = HttpPort(_probes(edge), metrics.registry, listen.allowed_hosts)
     handle.http_port = await http.start(listen.host, listen.http_port)
     edge.queues.bind(edge.cancel)
-    servers = [server]
+    fronts = await _open_api(edge, listen, handle, certificates)
+    servers, guards = [server], [guard]
     if listen.gateway_port is not None:
-        servers.append(_gateway(edge, listen, health_service))
+        gateway, gateway_guard = _gateway(edge, listen, health_service)
+        servers.append(gateway)
+        guards.append(gateway_guard)
     await server.start()
-    say(f"meshserve listens on {address_of(listen.host, handle.port)}")
-    if handle.http_port is not None:
-        say(f"meshserve answers probes on http://{address_of(listen.host, handle.http_port)}")
+    _tell_ports(listen, handle)
     with on_signals(handle.request_stop):
-        reloading = asyncio.create_task(_reload_tokens(edge))
+        _start_tasks(edge, certificates, guards)
         try:
             if await _prepared(edge, prepare, handle):
                 edge.accept()
                 health_service.set_serving(True)
                 if listen.gateway_port is not None:
                     # Not earlier: a gateway that connects before there is a model keeps it as an unknown model.
-                    handle.gateway_port = bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
+                    handle.gateway_port = bind(servers[-1], replace(listen, port=listen.gateway_port))
+                    guards[-1].port = handle.gateway_port
                     await servers[-1].start()
                     say(f"meshserve answers gateways on {address_of(listen.host, handle.gateway_port)}")
                 if on_ready is not None:
                     on_ready(handle)
-                await _watch(edge, handle)
+                await _watch(edge, handle, health_service)
         finally:
             health_service.set_serving(False)
             await _drain(edge, handle, listen.drain_seconds)
             await asyncio.gather(*(each.stop(listen.status_seconds) for each in servers))
-            await http.stop()
-            reloading.cancel()
+            await asyncio.gather(http.stop(), *(each.stop() for each in fronts))
+            for guard in guards:
+                guard.stop()
+            edge.supervisor.stop()
     if edge.failure is not None:
         raise failure_error(edge.failure)
+
+
+def _tell_ports(listen: Listen, handle: ServerHandle) -> None:
+    """Tells the ports that have been bound."""
+    say(f"meshserve listens on {address_of(listen.host, handle.port)}")
+    if listen.openai_port is None:  # now, because grpc tells nothing of such clients when they come
+        _log.info("port %d speaks gRPC; HTTP clients need --openai-port, and read no HTTP answer here", handle.port)
+    if handle.http_port is not None:
+        say(f"meshserve answers probes on http://{address_of(listen.host, handle.http_port)}")
 
 
 def run_server(
@@ -217,7 +256,7 @@ def _add_services(
     server: grpc.aio.Server, edge: Edge, health_service: HealthService, admin: Admin, *, has_reflection: bool
 ) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    pb_grpc.add_InferenceServiceServicer_to_server(edge, server)
+    pb_grpc.add_InferenceServiceServicer_to_server(InferenceService(edge), server)
     pb_grpc.add_AdminServiceServicer_to_server(admin, server)
     if has_reflection:
         names = (SERVICE_NAME, ADMIN_SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -226,12 +265,10 @@ def _add_services(
 
 def _probes(edge: Edge) -> dict[str, Probe]:
     def probe(is_well: bool) -> tuple[int, str]:
-        return 200 if is_well else 503, f"{pb.ServerState.Name(edge.state)} {edge.progress}".rstrip() + "\n"
+        detail = edge.progress or edge.supervisor.problem
+        return 200 if is_well else 503, f"{pb.ServerState.Name(edge.state)} {detail}".rstrip() + "\n"
 
-    return {
-        "/livez": lambda: probe(edge.state != pb.SERVER_STATE_FAILED),
-        "/readyz": lambda: probe(edge.state == pb.SERVER_STATE_READY),
-    }
+    return {"/livez": lambda: probe(edge.state != pb.SERVER_STATE_FAILED), "/readyz": lambda: probe(edge.is_ready)}
 
 
 def _state(edge: Edge) -> ServerState:
@@ -241,34 +278,68 @@ def _state(edge: Edge) -> ServerState:
         info=backend.info if backend is not None else None,
         load=backend.engine.load() if backend is not None else None,
         num_open=edge.queues.num_open,
-        is_ready=edge.state == pb.SERVER_STATE_READY,
+        is_ready=edge.is_ready,
     )
 
 
-def _gateway(edge: Edge, listen: Listen, health_service: HealthService) -> grpc.aio.Server:
-    """Returns the server of the gateway port, which is not bound yet."""
+async def _open_api(
+    edge: Edge, listen: Listen, handle: ServerHandle, certificates: Certificates | None
+) -> list[HttpFront]:
+    """Opens the port of OpenAI's API, if there is to be one, and returns what serves it."""
+    if listen.open_api is None or listen.openai_port is None:
+        return []
+    api = listen.open_api(edge)
+    context = certificates.http_context() if certificates is not None else None
+    handle.openai_port = await api.start(listen.host, listen.openai_port, context)
+    scheme = "http" if context is None else "https"
+    url = f"{scheme}://{address_of(listen.host, handle.openai_port)}"
+    say(f"meshserve answers OpenAI's API on {url}/v1" + (f" and browsers on {url}/" if api.has_page else ""))
+    return [api]
+
+
+def _start_tasks(edge: Edge, certificates: Certificates | None, guards: Sequence[ConnectionGuard]) -> None:
+    """Starts the background tasks, which also run while the server starts or drains."""
+    for guard in guards:
+        edge.supervisor.forever("connection guard", guard.run, guard.is_stopping)
+    if edge.access.path is not None:
+        edge.supervisor.every(RELOAD_SECONDS, "tokens", edge.access.reload)
+    if certificates is not None:
+        edge.supervisor.every(RELOAD_SECONDS, "certificates", certificates.reload)
+
+
+def _server(
+    edge: Edge, *options: tuple[str, Any], access: Access | None = None
+) -> tuple[grpc.aio.Server, ConnectionGuard]:
+    """Returns a server without services and the guard of its connections; neither knows its port yet."""
+    guard = ConnectionGuard(edge.observer.metrics.num_closed_connections.inc)
+    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.admit, access, guard)
+    return grpc.aio.server(options=(*SERVER_OPTIONS, *options), interceptors=[interceptor]), guard
+
+
+def _gateway(edge: Edge, listen: Listen, health_service: HealthService) -> tuple[grpc.aio.Server, ConnectionGuard]:
+    """Returns the server of the gateway port, as `_server` does."""
     assert listen.add_gateway is not None, "a gateway port has services"
-    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.admit)
-    gateway = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
+    gateway, guard = _server(edge)
     listen.add_gateway(edge, gateway)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, gateway)
-    return gateway
+    return gateway, guard
 
 
-async def _watch(edge: Edge, handle: ServerHandle) -> None:
-    """Waits until the server must stop or the engine has failed, and measures the lag of the event loop."""
-    loop, lag = asyncio.get_running_loop(), edge.observer.metrics.loop_lag_seconds
+async def _watch(edge: Edge, handle: ServerHandle, health_service: HealthService) -> None:
+    """Waits until the server must stop or the engine has failed.
+
+    Meanwhile it measures the lag of the event loop, and the health is NOT_SERVING while a background task cannot run.
+    """
+    loop, lag, has_problem = asyncio.get_running_loop(), edge.observer.metrics.loop_lag_seconds, False
     while not handle.is_stopping and edge.failure is None:
         began = loop.time()
         await asyncio.sleep(_POLL_SECONDS)
         lag.observe(max(0.0, loop.time() - began - _POLL_SECONDS))
-
-
-async def _reload_tokens(edge: Edge) -> None:
-    """Reloads the tokens file whenever it changes, also while the server starts or drains."""
-    while True:
-        await asyncio.sleep(_RELOAD_SECONDS)
-        edge.access.reload()
+        problem = edge.supervisor.problem
+        if bool(problem) != has_problem:
+            has_problem = bool(problem)
+            health_service.set_serving(not has_problem)
+            _log.warning("the server is %s", f"not ready: {problem}" if problem else "ready again")
 
 
 async def _prepared(edge: Edge, prepare: Callable[[], Backend] | None, handle: ServerHandle) -> bool:
@@ -281,12 +352,11 @@ async def _prepared(edge: Edge, prepare: Callable[[], Backend] | None, handle: S
     def run() -> None:
         try:
             edge.attach(prepare())
-        except BaseException as error:
+        except BaseException as error:  # `serve` raises it
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="prepare", daemon=True)
-    thread.start()
-    while thread.is_alive() and not handle.is_stopping:
+    task = edge.supervisor.once("prepare", run)
+    while task.is_alive and not handle.is_stopping:
         await asyncio.sleep(_POLL_SECONDS)
     if errors:
         raise errors[0]
@@ -305,23 +375,25 @@ async def _drain(edge: Edge, handle: ServerHandle, drain_seconds: float) -> None
     if edge.failure is not None:
         edge.queues.fail_all(failure_error(edge.failure))
     else:
-        edge.queues.fail_all(EngineStoppedError("the server stopped before the request could end; try another"))
+        edge.queues.fail_all(
+            EngineStoppedError("the server was stopped before the request could end; try another, or this one later")
+        )
 
 
-def bind(server: grpc.aio.Server, listen: Listen) -> int:
-    """Binds the server to the address in `listen` and returns the port.
+def bind(server: grpc.aio.Server, listen: Listen, certificates: Certificates | None = None) -> int:
+    """Binds the server to the address in `listen`, with TLS if there are certificates, and returns the port.
 
     Raises:
-      ConfigError: The address cannot be bound, or the certificates cannot be used.
+      ConfigError: The address cannot be bound.
     """
     address = address_of(listen.host, listen.port)
     check_free(listen.host, listen.port)
     try:
-        if listen.tls is not None:
-            return server.add_secure_port(address, server_credentials(listen.tls))
+        if certificates is not None:
+            return server.add_secure_port(address, certificates.credentials())
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"cannot bind {address}: {error}. Free it, or choose another port.") from error
+        raise ConfigError(f"cannot bind {address}: {error}. Free it, or choose another --port.") from error
 
 
 @contextlib.contextmanager

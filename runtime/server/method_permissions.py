@@ -29,7 +29,22 @@ _NEEDS = {
         _NEWER_REFLECTION,
     ],
     Permission.ADMIN: [
-        f"{ADMIN_SERVICE_NAME}/{name}" for name in ("Drain", "FlushPrefixCache", "StartProfile", "StopProfile")
+        f"{ADMIN_SERVICE_NAME}/{name}"
+        for name in (
+            "Drain",
+            "FlushPrefixCache",
+            "StartProfile",
+            "StopProfile",
+            "LoadAdapter",
+            "UnloadAdapter",
+            "ListAdapters",
+            "UpdateWeights",
+            "GetWeightVersion",
+            "Pause",
+            "Continue",
+            "Sleep",
+            "Wake",
+        )  # fmt: skip
     ],
 }
 # Methods that take a place in the queue. While it is full, they are refused before the request is read.

@@ -14,10 +14,10 @@ from ..api.errors import EngineStoppedError, MeshserveError
 from ..api.request import FinishReason, Output
 from ..scheduler.limits import SchedulerLimits
 
-DEFAULT_MAX_UNDELIVERED_TOKENS = 4096  # of a request; divided among its samples
+DEFAULT_MAX_UNDELIVERED_TOKENS = 4096  # per request; divided among its samples
 _MIN_SAMPLE_TOKENS = 256
 _PROMPT_POSITIONS_PER_TOKEN = 8  # a prompt has thousands of log-probabilities, so they count less
-_MAX_JOINED_TOKENS = 512  # of several outputs; a single output may have more
+_MAX_JOINED_TOKENS = 512  # in several outputs; a single output may have more
 
 
 class RequestIdInUseError(MeshserveError):
@@ -33,7 +33,7 @@ class OutputQueue:
 
     def __init__(self, request_id: str, num_samples: int = 1, max_sample_tokens: int = DEFAULT_MAX_UNDELIVERED_TOKENS):
         self.request_id = request_id
-        self.num_undelivered_tokens = [0] * num_samples  # of each sample
+        self.num_undelivered_tokens = [0] * num_samples  # by sample
         self.max_sample_tokens = max_sample_tokens
         self.num_samples = num_samples
         self.num_open_samples = num_samples  # the engine has not delivered their last output
@@ -60,12 +60,16 @@ class OutputQueue:
             self.num_undelivered_tokens[output.index] += _num_tokens(output)
             self._wake()
 
-    def fail(self, error: MeshserveError) -> bool:
-        """Makes `take` raise `error`. Returns False, without effect, if the request has already ended or failed."""
+    def fail(self, error: MeshserveError, *, keeps_outputs: bool = False) -> bool:
+        """Makes `take` raise `error`, at once or after the outputs that are queued.
+
+        Returns False, without effect, if the request has already ended or failed.
+        """
         if self.has_ended or self._error is not None:
             return False
         self._error = error
-        self._outputs.clear()
+        if not keeps_outputs:
+            self._outputs.clear()
         self._wake()
         if self._writer is not None:
             self._writer.cancel()
@@ -154,7 +158,7 @@ class OutputQueues:
     """
 
     def __init__(self, *, max_undelivered_tokens: int = DEFAULT_MAX_UNDELIVERED_TOKENS, max_dispatch_tokens: int = 1):
-        """Sets the bounds: of a request's undelivered tokens, and of the tokens that a dispatch brings for a sample."""
+        """Sets the bounds of a request's undelivered tokens, and of the tokens that a dispatch brings for a sample."""
         self._max_undelivered_tokens = max_undelivered_tokens
         self.max_dispatch_tokens = max_dispatch_tokens  # set again once the server's limits are known
         self._by_request: dict[str, OutputQueue] = {}
@@ -165,6 +169,11 @@ class OutputQueues:
     def num_open(self) -> int:
         """Number of requests whose callers still expect output, which failed ones do not. Any thread may read it."""
         return sum(not (queue.is_abandoned or queue.has_failed) for queue in list(self._by_request.values()))
+
+    @property
+    def open_ids(self) -> list[str]:
+        """The requests of which callers still expect output."""
+        return [request_id for request_id in list(self._by_request) if self.is_open(request_id)]
 
     def is_open(self, request_id: str) -> bool:
         """Returns whether a caller still expects output of this request."""
@@ -214,9 +223,9 @@ class OutputQueues:
             self._cancel_request(queue, reason)
 
     def fail_all(self, error: EngineStoppedError) -> None:
-        """Fails every request that has not ended with `error`."""
+        """Fails every request that has not ended with `error`, after what has been generated for it."""
         for queue in self._by_request.values():
-            queue.fail(error)
+            queue.fail(error, keeps_outputs=True)
 
     def _distribute(self, outputs: tuple[Output, ...]) -> None:
         for output in outputs:
@@ -233,7 +242,7 @@ class OutputQueues:
     def _max_sample_tokens(self, num_samples: int) -> int:
         """Returns the number of undelivered tokens that each sample of a request may have.
 
-        It is never less than two dispatches, so that a reader who takes each dispatch before the next one keeps up.
+        It is never less than two dispatches, so that a reader that takes each dispatch before the next one keeps up.
         """
         total = self._max_undelivered_tokens
         return max(total // num_samples, min(total, _MIN_SAMPLE_TOKENS), 2 * self.max_dispatch_tokens)

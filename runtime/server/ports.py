@@ -11,10 +11,11 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int, option: str = "port") -> None:
     """Raises ConfigError if the port is in use; gRPC accepts it if one of a name's addresses is free. 0 is free."""
     if is_taken(host, port):
-        raise ConfigError(f"cannot bind {address_of(host, port)}: it is in use. Free it, or choose another port.")
+        flag = option.replace("_", "-")
+        raise ConfigError(f"cannot bind {address_of(host, port)}: it is in use. Free it, or choose another --{flag}.")
 
 
 def is_taken(host: str, port: int) -> bool:

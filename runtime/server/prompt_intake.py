@@ -8,17 +8,19 @@ tenants take turns.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from meshserve.protos import inference_pb2 as pb
 
 from ..api.engine_api import ModelInfo
-from ..api.errors import InvalidRequestError
+from ..api.errors import InvalidRequestError, TextTooLongError
 from ..api.sampling_params import SamplingParams
 from ..scheduler.limits import check_prompt_length
 from ..text import chat_messages
+from ..text.answers.answer_format import END_OF_THINK, THINK, AnswerFormat, answer_format
 from ..text.grammar import Compiling, Grammar, Grammars, supporting
 from ..text.tokenizer import Tokenizer
 from ..text.work_pool import WorkPool
@@ -29,7 +31,15 @@ _MAX_INLINE_CHARS = 2_000  # takes about 1 ms to tokenise; longer prompts would 
 _MAX_SHORT_SIZE = 16_384  # characters; takes about 5 ms
 _PIECE_TOKENS = 8_192  # checked or copied at a time, as each piece holds Python's lock
 _MAX_DETOKENIZE_TOKENS = 2**20
+_MAX_ANSWER_BYTES = 2**22 - 2**10  # of Tokenize and Detokenize: gRPC's clients take messages of 4 MiB by default
 _MAX_COMPILING = 24  # constraints; more than may take long, see `constraint_limits.SlowCompiles`
+
+
+class RenderedChat(NamedTuple):
+    """The prompt of a conversation, and what its answer will look like."""
+
+    token_ids: tuple[int, ...]
+    form: AnswerFormat
 
 
 class Intake:
@@ -49,10 +59,10 @@ class Intake:
     def check_chars(self, field: str, num_chars: int) -> None:
         """
         Raises:
-          InvalidRequestError: A text has more characters than the context can hold.
+          TextTooLongError: A text has more characters than the context can hold.
         """
         if num_chars > self._max_chars:
-            raise InvalidRequestError(
+            raise TextTooLongError(
                 field,
                 f"has {num_chars} characters; allowed are {self._max_chars}, which is more than any "
                 f"{self._info.max_context_tokens} tokens (max_context) can hold. Shorten it.",
@@ -85,7 +95,7 @@ class Intake:
         """Answers Tokenize.
 
         Raises:
-          InvalidRequestError: The input is missing, too long or rejected by the chat template.
+          InvalidRequestError: The input is missing or rejected by the chat template, or it or the answer is too long.
           UnsupportedModelError: The model has no chat template.
           QuotaExceededError, QueueFullError: Too many calls are in progress.
         """
@@ -94,19 +104,43 @@ class Intake:
         self.check_chars("text", len(request.text))
         return await self._conversions.run(tenant, request.ByteSize(), self._tokenized, request)
 
+    async def tokens_of_text(self, text: str, tenant: str, answer: Callable[[tuple[int, ...]], Result]) -> Result:
+        """Returns what a function makes of the tokens of a text, in the thread for that.
+
+        Raises:
+          InvalidRequestError: The text is too long.
+          QuotaExceededError, QueueFullError: Too many calls are in progress.
+        """
+        self.check_chars("text", len(text))
+        return await self._conversions.run(tenant, len(text), lambda: answer(self._tokenizer.encode(text)))
+
+    async def tokens_of_chat(
+        self,
+        asked: chat_messages.Messages,
+        variables: Mapping[str, Any],
+        tenant: str,
+        answer: Callable[[tuple[int, ...]], Result],
+    ) -> Result:
+        """Returns what a function makes of the tokens of a conversation; see `rendered` and `tokens_of_text`."""
+        size = asked.ByteSize()
+        return await self._conversions.run(tenant, size, lambda: answer(self._render(asked, variables).token_ids))
+
     def _tokenized(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         is_text = request.HasField("text")
-        token_ids = self._tokenizer.encode(request.text) if is_text else self._render(request.conversation)
+        token_ids = (
+            self._tokenizer.encode(request.text) if is_text else self._render(request.conversation, {}).token_ids
+        )
         response = pb.TokenizeResponse()
         for start in range(0, len(token_ids), _PIECE_TOKENS):
             response.token_ids.extend(token_ids[start : start + _PIECE_TOKENS])
+        _check_answer("text" if is_text else "messages", f"has {len(token_ids)} tokens", response.ByteSize())
         return response
 
     async def detokenize(self, token_ids: Sequence[int], tenant: str) -> str:
         """Returns the text of tokens.
 
         Raises:
-          InvalidRequestError: There are too many tokens, or one is outside the vocabulary.
+          InvalidRequestError: There are too many tokens, their text is too long, or one is outside the vocabulary.
           QuotaExceededError, QueueFullError: Too many calls are in progress.
         """
         if len(token_ids) > _MAX_DETOKENIZE_TOKENS:
@@ -117,10 +151,16 @@ class Intake:
 
     def _detokenized(self, token_ids: Sequence[int]) -> str:
         self._check_vocabulary("token_ids", token_ids)
-        return self._tokenizer.decode(token_ids)
+        text = self._tokenizer.decode(token_ids)
+        _check_answer("token_ids", f"got {len(token_ids)} tokens with {len(text)} characters", len(text.encode()))
+        return text
 
-    async def render(self, asked: chat_messages.Messages, tenant: str) -> tuple[int, ...]:
-        """Returns the tokens of a conversation, as the model's chat template renders it.
+    async def rendered(
+        self, asked: chat_messages.Messages, tenant: str, variables: Mapping[str, Any] | None = None
+    ) -> RenderedChat:
+        """Returns the tokens of a conversation, as the chat template renders it, and the form of its answer.
+
+        `variables` are variables of the template beside those that the conversation sets.
 
         Raises:
           InvalidRequestError: A message is not valid, or the template rejects it.
@@ -128,13 +168,21 @@ class Intake:
           QuotaExceededError, QueueFullError: Too many prompts are being rendered.
         """
         size = asked.ByteSize()
-        return await self._prompts(size).run(tenant, size, self._render, asked)
+        return await self._prompts(size).run(tenant, size, self._render, asked, variables or {})
 
-    def _render(self, asked: chat_messages.Messages) -> tuple[int, ...]:
+    def _render(self, asked: chat_messages.Messages, variables: Mapping[str, Any]) -> RenderedChat:
         chat_messages.check_number(asked, self._info.max_context_tokens)
         self.check_chars("messages", sum(map(len, chat_messages.texts(asked))))
         messages, options = chat_messages.template_arguments(asked)
-        return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
+        prompt = self._tokenizer.render_chat(messages, **{**variables, **options})
+        form = answer_format(self._tokenizer.chat_template, prompt, options.get("tools", ()))
+        opening, closing = self._tokenizer.token_id(THINK), self._tokenizer.token_id(END_OF_THINK)
+        form = dataclasses.replace(
+            form,
+            think_token_ids=None if opening is None or closing is None else (opening, closing),
+            end_token_ids=self._info.eos_token_ids,
+        )
+        return RenderedChat(self._tokenizer.encode(prompt), form)
 
     def checked(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Returns the tokens of a prompt that this server can serve.
@@ -192,3 +240,16 @@ class Intake:
                 field,
                 f"token {index} is {bad}; allowed is 0 to {vocab_size - 1}. Use the tokenizer of {self._info.name}.",
             )
+
+
+def _check_answer(field: str, got: str, num_bytes: int) -> None:
+    """
+    Raises:
+      InvalidRequestError: An answer is longer than clients take.
+    """
+    if num_bytes > _MAX_ANSWER_BYTES:
+        raise InvalidRequestError(
+            field,
+            f"{got}, an answer of {num_bytes} bytes; allowed are {_MAX_ANSWER_BYTES}, because gRPC's clients take no "
+            "longer messages by default. Call several times.",
+        )

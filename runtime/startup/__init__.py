@@ -1,1 +1,4 @@
-"""Starts a serving process from a configuration, and changes the TP size of a running one."""
+"""How does a configuration become a serving process?
+
+Also changes the TP size of a running one.
+"""

@@ -1,16 +1,21 @@
-"""What `meshserve serve` checks before it opens a port: the port, host memory, the model's config.json, TP size."""
+"""What `meshserve serve` checks before it opens a port: ports, host memory, config.json, chat template, TP size."""
 
+import os
 from pathlib import Path
 
 from meshserve.sharding.checkpoints.storage import is_remote
 
 from ..api.errors import ConfigError
-from ..api.model_config import ModelConfig
-from ..options.model_defaults import context_tokens
+from ..api.tasks import GENERATE
+from ..host_cache.block_files import expanded, open_directory
+from ..model_files.model_config import ModelConfig
+from ..options.listening_ports import listening_ports
 from ..options.serve_config import ServeConfig
-from ..planning.tp_choice import check_tp
+from ..plan.tp_choice import check_tp
+from ..resolve.model_defaults import context_tokens
 from ..server.ports import check_free
-from ..weights.locate import DEMO_MODEL, model_directory
+from ..text.chat_template import ChatTemplate
+from ..weights.locate import DEMO_MODEL, model_directory, model_name
 from ..weights.model_task import with_task
 from ..weights.registry import is_published, named_model, read_model
 
@@ -21,10 +26,15 @@ def check_before_listening(config: ServeConfig) -> None:
     The devices of a process that serves alone are started; those of a cluster start once all processes have met.
 
     Raises:
-      MeshserveError: The port is in use, or the model or the devices do not allow the options.
+      MeshserveError: A port is in use, host_cache_dir cannot be used, or the model or the devices do not allow the
+        options.
     """
-    check_free(config.host, config.port)
+    for each in listening_ports(config):
+        check_free(each.host, each.port, each.option)
     _check_host_memory(config)
+    _check_adapters(config)
+    if config.host_cache_dir:
+        os.close(open_directory(expanded(config.host_cache_dir)))
     model = _model(config)
     if model is None:
         return
@@ -36,6 +46,31 @@ def check_before_listening(config: ServeConfig) -> None:
     from .devices import start_devices  # not at module level: importing jax takes seconds
 
     start_devices(config, model)
+
+
+def _check_adapters(config: ServeConfig) -> None:
+    """
+    Raises:
+      ConfigError: An adapter has the model's name, or see `adapter_roots`.
+    """
+    adapter_roots(config)
+    served = config.served_name or model_name(config.model)
+    for name in config.adapter_paths:
+        if name in (served, served.rpartition("/")[2]):
+            raise ConfigError(f"adapter gives the name {name}, which is the model's. Choose another name.")
+
+
+def adapter_roots(config: ServeConfig) -> tuple[Path, ...]:
+    """Returns the directories below which adapters may be loaded while the server runs.
+
+    Raises:
+      ConfigError: One is no directory.
+    """
+    roots = tuple(Path(name.strip()).expanduser() for name in config.adapter_root.split(",") if name.strip())
+    for root in roots:
+        if not root.is_dir():
+            raise ConfigError(f"--adapter-root {root} is no directory. Create it, or name another one.")
+    return roots
 
 
 def _check_host_memory(config: ServeConfig) -> None:
@@ -69,4 +104,9 @@ def _model(config: ServeConfig) -> ModelConfig | None:
             "Face or Orbax form, a Hugging Face id such as Qwen/Qwen3-8B, or demo."
         )
     model = read_model(Path(path) / "config.json", config.quantize, fp8_head=config.fp8_head)
-    return with_task(model, config.task, Path(path))
+    if config.strict_config:
+        model.notes.check_empty()
+    model = with_task(model, config.task, Path(path))
+    if model.task == GENERATE:
+        ChatTemplate(Path(path)).check()
+    return model

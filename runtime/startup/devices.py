@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from meshserve.kernels.cuda.user_folder import user_folder
 from meshserve.sharding.memory import host_free_bytes
 from meshserve.sharding.mesh import (
     claim_gpu_memory,
@@ -16,22 +17,24 @@ from meshserve.sharding.mesh import (
 )
 
 from ..api.errors import ConfigError
-from ..api.model_config import ModelConfig
-from ..compilation.compile_cache import use_cache
+from ..model_files.model_config import ModelConfig
 from ..options.serve_config import ServeConfig
-from ..planning.auto_limits import GPU_MEMORY_FRACTION
-from ..planning.tp_choice import choose_tp
+from ..plan.tp_choice import choose_tp
+from ..program.compile_cache import use_cache
+from ..resolve.auto_limits import GPU_MEMORY_FRACTION
+from .accelerators import started_devices
 
 _GIB = 1 << 30
-_MOVED_BYTES = 24 * _GIB  # of weights that are on their way at a time, at most, after a change of the TP size
-_OTHER_BYTES = 4 * _GIB  # of host memory, which is not pinned
+_MOVED_BYTES = 24 * _GIB  # the most weights in flight at a time after a change of the TP size
+_OTHER_BYTES = 4 * _GIB  # host memory that is not pinned
 
 
 def configure_devices(config: ServeConfig) -> None:
     """Applies the options that JAX must know before its devices start. May be called more than once.
 
     Raises:
-      ConfigError: JAX already runs in this process, with another number of CPU devices.
+      ConfigError: JAX already runs in this process, with another number of CPU devices; or no directory for compiled
+        programs can be used.
     """
     if config.cpu_devices:
         try:
@@ -48,7 +51,10 @@ def configure_devices(config: ServeConfig) -> None:
         if config.dispatch_threads and (config.tp or _num_gpus()) > 1:
             use_dispatch_threads()
     if config.cache_dir:
-        use_cache(Path(config.cache_dir).expanduser())
+        try:
+            use_cache(user_folder(config.cache_dir), is_autotuned=not config.cpu_devices and _num_gpus() > 0)
+        except PermissionError as error:
+            raise ConfigError(f"cache_dir is {config.cache_dir}: {error}") from None
 
 
 def _pinned_bytes(host_cache_gib: float, free_bytes: int) -> int:
@@ -70,9 +76,9 @@ def start_devices(config: ServeConfig, model: ModelConfig) -> tuple[ServeConfig,
     """Starts the devices, and returns the options with the TP size of the server, and its mesh.
 
     Raises:
-      ConfigError: The model or the devices do not allow the TP size.
+      ConfigError: The model or the devices do not allow the TP size, or see `started_devices`.
       ValueError: The devices cannot be taken evenly from all processes.
     """
     configure_devices(config)
-    config = dataclasses.replace(config, tp=choose_tp(config, model, jax.devices()))
+    config = dataclasses.replace(config, tp=choose_tp(config, model, started_devices()))
     return config, make_mesh(config.tp)

@@ -4,65 +4,81 @@ files -> resolved server -> weights on the devices -> compiled programs and cach
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import logging
-import os
+import random
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.monitoring
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from meshserve.kernels.cuda.user_folder import user_folder
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit
 
+from ..adapters.catalog import HostCatalog
 from ..api.engine_api import Deliver, ModelInfo
 from ..api.errors import ConfigError, WrongTaskError
-from ..api.generation_config import read_sampling_defaults
-from ..api.model_config import EMBED, GENERATE, ModelConfig
-from ..api.quantisation import NOT_QUANTIZED
 from ..api.sampling_params import SamplingParams, Stage, params_at
+from ..api.tasks import EMBED, GENERATE
+from ..api.versions import installed_version
 from ..cluster.preflight import Cluster
-from ..draft_model.drafting_runner import RunnerBeside
+from ..draft.draft_build import Drafting, load_drafting
+from ..draft.model.drafting_runner import RunnerBeside
 from ..engine.engine import Engine
 from ..engine.runner import Runner
 from ..engine.step_record import Record
-from ..expert_counts.balance import ExpertBalance
+from ..host_cache.block_files import expanded
+from ..host_cache.file_key import file_key
 from ..host_cache.host_cache import HostCache
 from ..host_cache.pinning import pinned_beside
-from ..kv_events.feed import KvEventFeed
-from ..kv_events.page_changes import PageChanges
+from ..model_files.generation_config import read_sampling_defaults
+from ..model_files.model_config import ModelConfig
+from ..model_files.quantization import NOT_QUANTIZED
 from ..options.serve_config import ServeConfig
-from ..planning.resolved_server import PlacedServer, resolve_here
 from ..program.batch import BatchBuilder, Bucket
 from ..program.device_figures import FIGURES_IN_LOG
-from ..program.processor_batch import ProcessorBatchBuilder
+from ..program.expert_balance import ExpertBalance
+from ..program.processors.processor_batch import ProcessorBatchBuilder
+from ..program.program_store import ProgramStore, start_name
 from ..program.step_runner import StepRunner
+from ..resolve.resolved_server import PlacedServer, resolve_here
+from ..retrieval.embedding_defaults import EmbeddingDefaults, read_embedding_defaults
+from ..scheduler.adapter_slots import AdapterSlots
 from ..scheduler.limits import SchedulerLimits
 from ..scheduler.page_allocator import PageAllocator
+from ..scheduler.page_changes import PageChanges
 from ..scheduler.scheduler import Scheduler
+from ..supervision.supervisor import Supervisor
+from ..telemetry.kv_events.feed import KvEventFeed
+from ..telemetry.kv_events.kv_event_feed import open_feed
 from ..text.constraint_limits import ConstraintLimits
 from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer, open_tokenizer
-from ..weights.load import device_weight_bytes, load_model, read_model_with_weights
-from ..weights.locate import ModelFiles, find_model
+from ..weight_updates.engine_control import EngineControl
+from ..weight_updates.weight_updater import WeightUpdater
+from ..weights.load import load_model, read_model_with_weights
+from ..weights.locate import ModelFiles, find_model, model_name
 from ..weights.model_task import with_task
 from ..weights.random_weights import random_model
-from ..weights.registry import architecture_of
+from ..weights.registry import architecture_of, weight_bytes
 from .devices import start_devices
-from .draft_build import load_drafting
-from .kv_event_feed import open_feed
 from .live_reshard import Resharder
 from .persistent_host_cache import PersistentHostCache
 from .runner_build import compile_runner, warm_up
 from .summary import log_summary, warn_of_cache
 
 _log = logging.getLogger(__name__)
+
+_CHECK_SECONDS = 1.0  # between two checks of the processes for constraints
 
 # Creates a model's structure and its parameters on the devices of a mesh.
 MakeParams = Callable[[ModelConfig, ShardLayout, Mesh, jnp.dtype], tuple[nnx.GraphDef, nnx.State]]
@@ -76,10 +92,14 @@ class Launched:
     tokenizer: Tokenizer
     info: ModelInfo
     resharder: Resharder
+    weights: WeightUpdater
+    control: EngineControl
     limits: SchedulerLimits
     grammars: Grammars | None  # None if constraints are not supported
     kv_events: KvEventFeed | None = None  # started; None unless the options ask for it
-    persistent_host_cache: PersistentHostCache | None = None  # likewise
+    persistent_host_cache: PersistentHostCache | None = None  # None unless the options ask for it
+    embedding: EmbeddingDefaults = EmbeddingDefaults()
+    supervisor: Supervisor = field(default_factory=Supervisor)
 
     def close(self) -> None:
         """Stops the engine, the feed of KV cache events and the processes for constraints, and keeps the host tier."""
@@ -88,6 +108,7 @@ class Launched:
             self.persistent_host_cache.close()
         if self.kv_events is not None:
             self.kv_events.stop()
+        self.supervisor.stop()
         if self.grammars is not None:
             self.grammars.close()
 
@@ -110,6 +131,8 @@ def launch(
     progress: Callable[[str], None] = _log.info,
     cluster: Cluster | None = None,
     task: str = "",
+    *,
+    supervisor: Supervisor | None = None,
 ) -> Launched:
     """Loads a model and prepares everything to serve it. Blocks until the engine is ready to start.
 
@@ -120,15 +143,19 @@ def launch(
       progress: Receives a description of each phase when it begins.
       cluster: The cluster of which this is process 0; None if this process serves alone.
       task: What the model must be for, such as `EMBED`; "" if any will do.
+      supervisor: Of the background tasks; None for one of their own.
 
     Raises:
       WrongTaskError: The model is for another task.
       MeshserveError, CheckpointError, ValueError, MemoryError: The options, the model or the devices do not allow it.
       ClusterError: Another process does not allow it, or has failed.
     """
+    if cluster is not None:
+        progress("waiting for the other processes")
+        cluster.compare_options(config)
     progress("finding the model")
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = _read_model(config, files)
+    model = read_model_of(config, files)
     if task not in ("", model.task):
         raise WrongTaskError(
             f"{config.model} is a model to {model.task}, and this command needs a model that can {task}. Choose "
@@ -136,23 +163,45 @@ def launch(
         )
     tokenizer = open_tokenizer(files.small)
     default_sampling = _default_sampling(config, files)
+    if model.pooling is None:
+        _log_eos_tokens(tokenizer, model)
+    embedding = read_embedding_defaults(files.small) if model.task == EMBED else EmbeddingDefaults()
     grammars = None
     if config.logits_processors and tokenizer.has_text and model.pooling is None:
         grammars = _grammars(config, tokenizer, model, files.small / "tokenizer.json")
     if cluster is not None:
         progress("waiting for the other processes")
         cluster.begin(config, files)
-    load, feed = _loading(files, progress), open_feed(config, _served_name(config))
+    load, feed = loading(files, progress), open_feed(config, _served_name(config))
     changes = feed.changes if feed is not None else None
     engine, server = build_engine(config, model, load, tokenizer, deliver, record, cluster, changes)
     info = dataclasses.replace(_model_info(server, tokenizer), default_sampling=default_sampling)
+    supervisor = supervisor if supervisor is not None else Supervisor()
+    if grammars is not None:
+        supervisor.every(_CHECK_SECONDS, "constraints", grammars.check)
     if feed is not None:
-        feed.start()
+        feed.start(supervisor)
     resharder, persistent_host_cache = Resharder(engine, server), None
     if config.host_cache_dir:
-        persistent_host_cache = PersistentHostCache(Path(config.host_cache_dir).expanduser(), engine, resharder)
-        persistent_host_cache.begin()
-    return Launched(engine, tokenizer, info, resharder, server.limits, grammars, feed, persistent_host_cache)
+        directory = expanded(config.host_cache_dir)
+        key = file_key(user_folder(config.cache_dir) if config.cache_dir else directory)
+        persistent_host_cache = PersistentHostCache(directory, key, engine, resharder)
+        persistent_host_cache.begin(supervisor)
+    weights = WeightUpdater(engine, lambda: resharder.server, resharder.one_at_a_time)
+    return Launched(
+        engine=engine,
+        tokenizer=tokenizer,
+        info=info,
+        resharder=resharder,
+        weights=weights,
+        control=EngineControl(engine, weights, resharder.one_at_a_time),
+        limits=server.limits,
+        grammars=grammars,
+        kv_events=feed,
+        persistent_host_cache=persistent_host_cache,
+        embedding=embedding,
+        supervisor=supervisor,
+    )
 
 
 def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> Runner:
@@ -161,11 +210,14 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     Raises:
       As `launch`.
     """
+    progress("waiting for the other processes")
+    cluster.compare_options(config)
+    progress("finding the model")
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = _read_model(config, files)
+    model = read_model_of(config, files)
     progress("waiting for the other processes")
     cluster.begin(config, files)
-    runner, *_ = build_runner(config, model, _loading(files, progress), cluster)
+    runner, *_ = build_runner(config, model, loading(files, progress), cluster)
     return runner
 
 
@@ -187,9 +239,12 @@ def open_model(
     return with_task(model, task, files.small), _make_params(files)
 
 
-def _read_model(config: ServeConfig, files: ModelFiles) -> ModelConfig:
+def read_model_of(config: ServeConfig, files: ModelFiles) -> ModelConfig:
+    """Returns the config of the model in these files, as the options ask for it. Raises as `launch`."""
     config_file = files.small / "config.json"
     model = read_model_with_weights(config_file, files.weights, config.quantize, fp8_head=config.fp8_head)
+    if config.strict_config:
+        model.notes.check_empty()
     return with_task(model, config.task, files.small)
 
 
@@ -197,7 +252,9 @@ def _make_params(files: ModelFiles) -> MakeParams:
     return random_model if files.weights is None else partial(load_model, files.weights)
 
 
-def _loading(files: ModelFiles, progress: Callable[[str], None]) -> MakeParams:
+def loading(files: ModelFiles, progress: Callable[[str], None]) -> MakeParams:
+    """Returns what loads the model in these files, and tells the phase that begins before and after."""
+
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
         progress("loading the weights")
         loaded = _make_params(files)(*target)  # type: ignore[arg-type]
@@ -231,8 +288,9 @@ def build_engine(
     if isinstance(runner, StepRunner) and runner.copies is not None:
         HostCache(pages, limits, runner.copies)
     eos_token_ids = _eos_token_ids(tokenizer, model) if tokenizer is not None else frozenset()
+    slots = AdapterSlots(server.adapters.num_slots) if server.adapters is not None else None
     engine = Engine(
-        scheduler=Scheduler(limits, pages, eos_token_ids),
+        scheduler=Scheduler(limits, pages, eos_token_ids, slots),
         pages=pages,
         batches=BatchBuilder(
             (*server.buckets, *chain_buckets),
@@ -252,7 +310,29 @@ def build_engine(
         deliver=deliver,
         record=record,
     )
+    if slots is not None:
+        engine.adapters = _catalog(config, server, slots)
+    if config.seed >= 0:
+        engine.draw_seed = random.Random(config.seed).getrandbits
     return engine, server
+
+
+def _catalog(config: ServeConfig, server: PlacedServer, slots: AdapterSlots) -> HostCatalog:
+    """Loads the adapters of the options.
+
+    Raises:
+      AdapterError: One of them cannot be served.
+    """
+    assert server.adapters is not None
+    catalog = HostCatalog(
+        server.model,
+        rank=server.adapters.rank,
+        dtype=server.dtype,
+        max_bytes=int(config.adapter_host_gib * (1 << 30)),
+        is_on_device=slots.holds,
+    )
+    catalog.load_all(config.adapter_paths)
+    return catalog
 
 
 def build_runner(
@@ -276,13 +356,19 @@ def build_runner(
     config, mesh = start_devices(config, model)
     server = resolve_here(config, model, mesh)
     log_summary(server, is_tp_chosen=is_tp_chosen)
-    weight_bytes = device_weight_bytes(server.model, server.layout, server.mesh, server.dtype)
-    check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
+    needed_bytes = weight_bytes(server.model, server.layout, server.dtype) + server.adapter_bytes
+    check_weights_fit(server.mesh, server.memory_fraction, needed_bytes, page_bytes=server.page_bytes)
+    store = ProgramStore.of(user_folder(config.cache_dir) if config.cache_dir else None, mesh)
+    name = _start_name(server) if store is not None else ""
+    if store is not None and name:
+        store.fetch(name, config.compile_threads)
     with pinned_beside(server.host_cache, server.mesh.local_devices):
         structure, params = make_params(server.model, server.layout, server.mesh, server.dtype)
     draft = load_drafting(config, server, params, tokenizer_file) if config.draft_model else None
-    served = compile_runner(server, structure, params, draft=draft, cluster=cluster)
-    served.start(params, draft.head.weights if draft is not None and draft.head is not None else ())
+    served = compile_runner(server, structure, params, draft=draft, cluster=cluster, store=store)
+    if store is not None and name:
+        store.remember(name)
+    _allocate(served, params, draft)
     runner = served if draft is None else draft.beside(served)
     chains = draft.chain_buckets() if draft is not None else ()
     if server.platform != "cpu":  # where a first run takes no longer than others
@@ -292,6 +378,26 @@ def build_runner(
     warn_of_cache(server, runner.num_pages)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))
     return runner, server, chains
+
+
+def _start_name(server: PlacedServer) -> str:
+    """Returns a name for starts of servers that have the same programs, as far as is known before the weights are."""
+    apart = {"requested", "limits", "step_limits"}  # what they say of ports, queues and policies makes no program
+    resolved = {field.name: getattr(server, field.name) for field in dataclasses.fields(server)}
+    limits = server.limits
+    return start_name(
+        {name: value for name, value in resolved.items() if name not in apart},
+        (limits.page_size, limits.max_running, limits.max_context, limits.draft_tokens),
+    )
+
+
+def _allocate(served: StepRunner, params: nnx.State, draft: Drafting | None) -> None:
+    """Gives a runner its parameters and its cache. Raises as `StepRunner.start`."""
+    started = time.monotonic()
+    served.start(params, draft.head.weights if draft is not None and draft.head is not None else ())
+    seconds = time.monotonic() - started
+    jax.monitoring.record_event_duration_secs("/meshserve/start/allocation_duration", seconds)
+    _log.info("allocated the KV cache in %.1f s", seconds)
 
 
 def _grammars(config: ServeConfig, tokenizer: Tokenizer, model: ModelConfig, tokenizer_file: Path) -> Grammars:
@@ -306,6 +412,16 @@ def _eos_token_ids(tokenizer: Tokenizer, model: ModelConfig) -> frozenset[int]:
     The files of a model with a reduced vocabulary may name others.
     """
     return frozenset(token_id for token_id in tokenizer.eos_token_ids if token_id < model.vocab_size)
+
+
+def _log_eos_tokens(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Logs where each end token comes from."""
+    ends = []
+    for token_id, files in sorted(tokenizer.eos_files.items()):
+        if token_id < model.vocab_size:
+            text = tokenizer.all_token_bytes(token_id).decode(errors="replace")
+            ends.append(" ".join(filter(None, [str(token_id), text, f"({', '.join(files)})"])))
+    _log.info("end tokens: %s", "; ".join(ends) or "none; outputs end at max_tokens, stop strings and stop_token_ids")
 
 
 def _default_sampling(config: ServeConfig, files: ModelFiles) -> dict[str, Any]:
@@ -328,7 +444,7 @@ def _default_sampling(config: ServeConfig, files: ModelFiles) -> dict[str, Any]:
 
 
 def _served_name(config: ServeConfig) -> str:
-    return config.served_name or Path(os.path.abspath(config.model)).name
+    return config.served_name or model_name(config.model)
 
 
 def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
@@ -341,13 +457,13 @@ def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
         eos_token_ids=tuple(sorted(_eos_token_ids(tokenizer, model))),
         tp_size=server.tp,
         dtype=server.dtype.name,
-        quantization=model.quantisation_name,
+        quantization=model.quantization_name,
         kv_cache_dtype=server.cache_dtype.name,
         page_size_tokens=server.limits.page_size,
         num_parameters=model.num_params,
         num_devices=server.mesh.size,
         device_kind=server.mesh.devices.flat[0].device_kind,
-        server_version=importlib.metadata.version("meshserve"),
+        server_version=installed_version(),
         supports_chat=tokenizer.has_chat_template and model.pooling is None,
         supports_resume=model.pooling is None,
         supports_structured_output=server.has_processors and tokenizer.has_text,
@@ -357,5 +473,5 @@ def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
         task=model.task,
         embedding_dimensions=model.embed_dim if model.task == EMBED else 0,
         draft_tokens=server.limits.draft_tokens,
-        draft_model=Path(os.path.abspath(requested.draft_model)).name if requested.draft_model else "",
+        draft_model=model_name(requested.draft_model) if requested.draft_model else "",
     )

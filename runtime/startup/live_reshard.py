@@ -26,14 +26,13 @@ from meshserve.sharding.memory import check_weights_fit, is_out_of_memory, shard
 from meshserve.sharding.mesh import make_mesh, named_sharding
 
 from ..api.errors import ConfigError
-from ..api.model_config import ModelConfig
 from ..engine.engine import Engine
-from ..planning.resolved_server import PlacedServer
+from ..model_files.model_config import ModelConfig
 from ..program.step_runner import StepRunner
-from ..quantisation.grids import Granule, regrid_indices
-from ..weights.load import device_weight_bytes
+from ..resolve.resolved_server import PlacedServer
+from ..weights.formats.grids import Granule, regrid_indices
 from ..weights.orbax_layout import moved_pieces, parameters_in, stack_of
-from ..weights.registry import abstract_model
+from ..weights.registry import abstract_model, weight_bytes
 from .runner_build import compile_runner
 
 _log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class Resharder:
     def __init__(self, engine: Engine, server: PlacedServer):
         self._engine, self._server = engine, server
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._one_at_a_time = threading.Lock()
+        self.one_at_a_time = threading.Lock()  # held during each change of the engine
 
     @property
     def server(self) -> PlacedServer:
@@ -69,12 +68,14 @@ class Resharder:
           EngineStoppedError: The engine is not running.
           Exception: The change failed after the weights began to move; the engine has ended.
         """
-        with self._one_at_a_time:
+        with self.one_at_a_time:
             if tp == self.tp:
                 return 0.0
             old = self._engine.runner
             if not isinstance(old, StepRunner):
                 raise ConfigError("tp: it cannot change while a draft model is served. Restart with another --tp.")
+            if not old.has_state:
+                raise ConfigError("tp: it cannot change while the server sleeps. Wake it first.")
             with self.compiling():
                 try:
                     server = self._server.on_mesh(make_mesh(tp))
@@ -106,7 +107,7 @@ class Resharder:
             server,
             *server.abstract_params(),
             measured=Mesh(mesh.devices[:num_measured], mesh.axis_names),
-            reserved_bytes=device_weight_bytes(server.model, server.layout, mesh, server.dtype) - held_bytes,
+            reserved_bytes=weight_bytes(server.model, server.layout, server.dtype) - held_bytes,
         )
 
     def _swap(self, server: PlacedServer, old: StepRunner, compiled: StepRunner | None) -> float:
@@ -149,7 +150,7 @@ class Resharder:
         their present shards and cache are freed.
         """
         mesh, old_tp = server.mesh, self.tp
-        needed_bytes = device_weight_bytes(server.model, server.layout, mesh, server.dtype)
+        needed_bytes = weight_bytes(server.model, server.layout, server.dtype) + server.adapter_bytes
         held_bytes = old.device_bytes
         if mesh.size > old_tp:
             mesh, held_bytes = Mesh(mesh.devices[old_tp:], mesh.axis_names), 0

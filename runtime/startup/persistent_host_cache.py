@@ -8,7 +8,6 @@ So a server that is replaced does not begin cold. docs/long_contexts.md tells wh
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
 import threading
@@ -24,11 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..api.versions import installed_version
 from ..engine.engine import Engine
 from ..host_cache.block_files import BlockFiles, StoredBlock
 from ..host_cache.host_cache import HostCache
-from ..planning.resolved_server import PlacedServer
 from ..program.step_runner import StepRunner
+from ..resolve.resolved_server import PlacedServer
+from ..supervision.supervisor import BackgroundTask, Supervisor
 from .live_reshard import Resharder
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class PersistentHostCache:
 
     Args:
       directory: Where they are.
+      key: What they are signed with; see `file_key`.
       engine: The engine, which has a host tier.
       resharder: Knows the server, whose TP size may change.
 
@@ -49,18 +51,19 @@ class PersistentHostCache:
       ConfigError: The directory cannot be used.
     """
 
-    def __init__(self, directory: Path, engine: Engine, resharder: Resharder):
+    def __init__(self, directory: Path, key: bytes, engine: Engine, resharder: Resharder):
         assert engine.host_cache is not None
         self._engine, self._host, self._resharder = engine, engine.host_cache, resharder
-        self._files = BlockFiles(directory)
+        self._files = BlockFiles(directory, key, self._host.size.block_bytes * resharder.server.mesh.size)
         self._is_stopping = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(self._identity(),), name="persistent-host-cache")
+        self._reading: BackgroundTask | None = None
         self._host.on_clear = self._forget
 
-    def begin(self) -> None:
+    def begin(self, supervisor: Supervisor) -> None:
         """Begins to read the files, and waits for them, but not longer than a start may take: the rest comes later."""
-        self._thread.start()
-        self._thread.join(_WAIT_SECONDS)
+        identity = self._identity()
+        self._reading = supervisor.once("host-cache-files", lambda: self._read(identity), is_daemon=False)
+        self._reading.join(_WAIT_SECONDS)
 
     def _forget(self) -> None:
         """Removes the files: what was flushed must not come back."""
@@ -76,15 +79,15 @@ class PersistentHostCache:
         started, num_pages, epoch = time.monotonic(), 0, self._host.epoch
         runner = self._engine.runner
         assert isinstance(runner, StepRunner) and runner.copies is not None
-        paths = self._files.newest_first()[: self._host.size.num_blocks]
+        names = self._files.newest_first()[: self._host.size.num_blocks]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            for first in range(0, len(paths), _NUM_THREADS):
+            for first in range(0, len(names), _NUM_THREADS):
                 if self._is_stopping.is_set():
                     return
-                reading = paths[first : first + _NUM_THREADS]
-                for path, block in zip(reading, pool.map(partial(self._files.read, identity), reading), strict=True):
+                reading = names[first : first + _NUM_THREADS]
+                for name, block in zip(reading, pool.map(partial(self._files.read, identity), reading), strict=True):
                     if block is None:
-                        path.unlink(missing_ok=True)  # or it would be taken for the block's file at the stop
+                        self._files.remove(name)  # or it would be taken for the block's file at the stop
                         continue
                     try:
                         shards = runner.copies.to_pinned(block.parts)
@@ -93,54 +96,55 @@ class PersistentHostCache:
                         return
                     num_pages += len(block.keys)
                     self._host.adopt(epoch, block.keys, shards)
-        if paths:
+        if names:
             _log.info(
                 "host tier: read %d pages of the last run from %d files in %.1f s",
-                num_pages, len(paths), time.monotonic() - started,
+                num_pages, len(names), time.monotonic() - started,
             )  # fmt: skip
 
     def close(self) -> None:
         """Writes the tier to its files. The engine has ended."""
         self._is_stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._reading is not None:
+            self._reading.join()
         runner = self._engine.runner
         if self._engine.failure is not None or not isinstance(runner, StepRunner) or runner.copies is None:
             return  # the devices may be in any state
+        if not runner.has_state:
+            return  # asleep: the weights that the tier depends on are not there
         started, copies = time.monotonic(), runner.copies
         with self._resharder.compiling():
             identity = self._identity()
         self._host.save_rest(runner.copy_pages)
         oldest_first = self._host.blocks()
-        paths = {block: self._files.path_of(identity, keys) for block, keys in oldest_first}
-        self._files.keep_only(path for path in paths.values() if path.exists())
+        names = {block: self._files.name_of(identity, keys) for block, keys in oldest_first}
+        self._files.keep_only(names.values())
 
         has_failed = threading.Event()
 
         def write(block: int, keys: tuple[bytes, ...]) -> bool:
-            if paths[block].exists() or has_failed.is_set():
+            if self._files.has(names[block]) or has_failed.is_set():
                 return False
             try:
-                self._files.write(identity, StoredBlock(keys, copies.content(block)))
+                return self._files.write(identity, StoredBlock(keys, copies.content(block)))
             except (OSError, KeyError, jax.errors.JaxRuntimeError) as error:
                 _log.warning("the rest of the host tier is not written: %s", error)
                 has_failed.set()
                 return False
-            return True
 
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             num_written = sum(pool.map(write, *zip(*reversed(oldest_first), strict=True))) if oldest_first else 0
-        self._files.keep_only(paths.values())
+        self._files.keep_only(names.values())
         _log.info(
             "host tier: stored %d pages in %d files, of which %d are new, in %.1f s",
-            self._host.num_pages, len(paths), num_written, time.monotonic() - started,
+            self._host.num_pages, len(names), num_written, time.monotonic() - started,
         )  # fmt: skip
 
 
 def identity_of(server: PlacedServer, host: HostCache, params: nnx.State) -> str:
     """Returns a digest of everything that the bits in a block depend on, the weights included."""
     facts = {
-        "version": importlib.metadata.version("meshserve"),
+        "version": installed_version(),
         "model": dataclasses.asdict(server.model),
         "layout": dataclasses.asdict(server.layout),
         "dtypes": [str(server.dtype), str(server.cache_dtype)],

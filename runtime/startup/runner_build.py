@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import jax
+import jax.monitoring
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -12,14 +13,15 @@ from jax.sharding import Mesh
 from meshserve.sharding.memory import added_bytes, num_pages_that_fit, shard_bytes
 
 from ..cluster.preflight import Cluster
-from ..draft_model.drafting_runner import RunnerBeside
-from ..expert_counts.expert_tokens import ExpertTokens
-from ..planning.resolved_server import PlacedServer
-from ..planning.server_programs import ServerPrograms
+from ..draft.draft_build import Drafting
+from ..draft.model.drafting_runner import RunnerBeside
 from ..program.batch import Bucket
-from ..program.processor_programs import LogitsProcessors
+from ..program.expert_tokens import ExpertTokens
+from ..program.processors.processor_programs import LogitsProcessors
+from ..program.program_store import ProgramStore
 from ..program.step_runner import StepRunner
-from .draft_build import Drafting
+from ..resolve.resolved_server import PlacedServer
+from ..resolve.server_programs import ServerPrograms
 
 _log = logging.getLogger(__name__)
 _WARM_UP_RUNS = 2  # the second run of a program may still change its graph
@@ -34,6 +36,7 @@ def compile_runner(
     reserved_bytes: int = 0,
     draft: Drafting | None = None,
     cluster: Cluster | None = None,
+    store: ProgramStore | None = None,
 ) -> StepRunner:
     """Compiles every program of a server and returns its runner, which has not been started.
 
@@ -45,6 +48,7 @@ def compile_runner(
       reserved_bytes: Memory of each device that will be allocated before the cache; negative if memory will be freed.
       draft: The draft model or head beside it, whose weights are loaded and whose pages lie beside these.
       cluster: The other processes of the mesh, which must compile the same programs.
+      store: Where compiled programs are kept between starts, if they are.
 
     Raises:
       ValueError: The devices or kernels do not support a program.
@@ -56,10 +60,11 @@ def compile_runner(
     one_page = server.programs(structure, params, server.cache_shape(1), head)
     processors = None
     if one_page.processors is not None:
-        processors = LogitsProcessors(one_page.processors, num_threads=server.compile_threads)
+        processors = LogitsProcessors(one_page.processors, server.compile_threads, store)
     num_pages = server.requested_pages
     if not num_pages:
-        used_bytes = _scratch_bytes(one_page, processors) + server.reserve_bytes + reserved_bytes
+        used_bytes = _scratch_bytes(one_page, processors, store) + server.reserve_bytes + reserved_bytes
+        used_bytes += server.adapter_bytes + server.adapter_staging_bytes
         used_bytes += server.host_cache.staging_bytes if server.host_cache is not None else 0
         page_bytes = server.page_bytes
         if draft is not None:
@@ -75,7 +80,7 @@ def compile_runner(
         )
     shape = server.cache_shape(num_pages)
     started = time.monotonic()
-    runner = server.programs(structure, params, shape, head).compile_runner(processors, server.compile_threads)
+    runner = server.programs(structure, params, shape, head).compile_runner(processors, server.compile_threads, store)
     counts = one_page.state.expert_tokens
     if counts is not None and server.layout.experts is not None:
         runner.expert_tokens = ExpertTokens(server.layout.experts, counts, server.mesh.local_devices[0])
@@ -83,9 +88,14 @@ def compile_runner(
     return runner
 
 
-def _scratch_bytes(programs: ServerPrograms, processors: LogitsProcessors | None) -> int:
+def _scratch_bytes(programs: ServerPrograms, processors: LogitsProcessors | None, store: ProgramStore | None) -> int:
     """Returns the bytes on each device that programs need in addition to weights and cache."""
-    scratch = added_bytes(programs.lower_step(programs.buckets[-1]).compile())
+    largest = programs.buckets[-1]
+
+    def step_bytes() -> int:
+        return added_bytes(programs.lower_step(largest).compile())
+
+    scratch = store.number(programs, largest.key, step_bytes) if store is not None else step_bytes()
     if processors is not None:
         scratch = max(scratch, processors.scratch_bytes) + processors.device_bytes
     return scratch + shard_bytes(programs.output_buffers)
@@ -117,7 +127,9 @@ def warm_up(
     served = runner.served if isinstance(runner, RunnerBeside) else runner
     if served.expert_tokens is not None and served.state.expert_tokens is not None:
         served.expert_tokens.begin(served.state.expert_tokens)
-    _log.info("ran every program in %.1f s", time.monotonic() - started)
+    seconds = time.monotonic() - started
+    jax.monitoring.record_event_duration_secs("/meshserve/start/warm_up_duration", seconds)
+    _log.info("ran every program in %.1f s", seconds)
 
 
 def _warm_up_drafts(

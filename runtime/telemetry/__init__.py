@@ -1,1 +1,4 @@
-"""Metrics, logs, traces and profiles, and the HTTP port that serves probes and metrics."""
+"""What can an operator see of a running server?
+
+Metrics, logs, traces, profiles and cache events, and the HTTP port that serves probes and metrics.
+"""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..expert_counts.balance import ExpertBalance
+from ..program.expert_balance import ExpertBalance
 
 
 def expert_metrics(balance: ExpertBalance) -> Iterator[Metric]:

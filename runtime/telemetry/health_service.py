@@ -1,6 +1,6 @@
 """gRPC's health protocol, which load balancers and clients use without a token.
 
-grpcio-health-checking's own servicer holds a lock while it writes to a watcher. One watcher who does not read then
+grpcio-health-checking's own servicer holds a lock while it writes to a watcher. One watcher that does not read then
 delays all others, and the server could neither become ready nor stop, as both change the health.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-_MAX_WATCHES = 100  # of one connection; a client needs one, a proxy one for each of its clients
+_MAX_WATCHES = 100  # per connection; a client needs one, a proxy one for each of its clients
 _Status = health_pb2.HealthCheckResponse
 
 

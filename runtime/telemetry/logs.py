@@ -12,7 +12,10 @@ import logging.handlers
 import os
 import queue
 import sys
+import threading
 from datetime import UTC, datetime
+
+from ..supervision.supervisor import Supervisor
 
 _MAX_QUEUED_LINES = 10_000
 _FLUSH_SECONDS = 1.0
@@ -51,7 +54,7 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
 def say(text: str) -> None:
     """Prints a line to standard output. If its reader is gone, the server goes on without output."""
     try:
-        print(text, flush=True)
+        print(f"{text}\n", end="", flush=True)  # in one piece: another thread may flush, and the log write, in between
     except OSError:
         drop_output()
 
@@ -95,13 +98,14 @@ class QueuedHandler(logging.handlers.QueueHandler):
       num_dropped: How many lines were dropped.
     """
 
-    def __init__(self) -> None:
-        self._lines: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_QUEUED_LINES)
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(_MAX_QUEUED_LINES)
         super().__init__(self._lines)
         self.num_dropped = self._num_reported = 0
-        # A daemon thread, which ends with the process: `stop` of the listener would wait for a blocked write.
-        self._writer = logging.handlers.QueueListener(self._lines, _StderrHandler())
-        self._writer.start()
+        self._writer = _StderrHandler()
+        self._is_closed = threading.Event()
+        # A daemon thread, which ends with the process: `close` must not wait for a blocked write.
+        supervisor.forever("log", self._write, self._is_closed)
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Adds a formatted record. Called with the lock of the handler held."""
@@ -130,9 +134,19 @@ class QueuedHandler(logging.handlers.QueueHandler):
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_SECONDS)
 
     def close(self) -> None:
+        self._is_closed.set()
         with contextlib.suppress(queue.Full):
-            self._writer.enqueue_sentinel()
+            self._lines.put_nowait(None)
         super().close()
+
+    def _write(self) -> None:
+        while not self._is_closed.is_set() or not self._lines.empty():
+            record = self._lines.get()
+            try:
+                if record is not None:
+                    self._writer.handle(record)
+            finally:
+                self._lines.task_done()
 
 
 def _queued() -> QueuedHandler | None:
@@ -161,14 +175,15 @@ def complain(text: str) -> None:
         handler.flush()
 
 
-def configure_logs(log_format: str, *, is_queued: bool = False) -> None:
+def configure_logs(log_format: str, supervisor: Supervisor | None = None) -> None:
     """Sends all logs to stderr.
 
     Args:
       log_format: "text" or "json".
-      is_queued: Whether a thread of its own writes them, which drops lines that nobody reads.
+      supervisor: Of the thread that writes the lines, which drops those that are not read. None: they are written where
+        they are logged.
     """
-    handler = QueuedHandler() if is_queued else logging.StreamHandler(sys.stderr)
+    handler = QueuedHandler(supervisor) if supervisor is not None else logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_PLAIN))
     handler.addFilter(is_worth_a_line)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -23,8 +23,9 @@ from prometheus_client.registry import Collector
 
 from ..api.engine_api import ModelInfo
 from ..api.request import FinishReason, Load
-from ..expert_counts.balance import ExpertBalance
 from ..host_cache.counts import HostCacheCounts
+from ..program.expert_balance import ExpertBalance
+from .adapter_metrics import AdapterMetrics
 from .expert_metrics import expert_metrics
 from .logs import num_dropped_lines
 
@@ -102,14 +103,17 @@ class Metrics:
         # Lost workers, and refused constraints by limit; replaced by the server with `grammar.Grammars.counts`.
         self.read_constraint_counts: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})
         self.read_host_cache: Callable[[], HostCacheCounts | None] = lambda: None  # replaced by a server with a tier
+        self.read_task_failures: Callable[[], Mapping[str, int]] = dict  # replaced with `Supervisor.num_failures`
         self.read_expert_balance: Callable[[], ExpertBalance | None] = lambda: None  # replaced by the server
         self.stream = StreamCounts()
+        self.adapters = AdapterMetrics()
         self._add_request_metrics()
         self._add_step_metrics()
         started = time.monotonic()
         uptime = Gauge("meshserve_uptime_seconds", "Time since the server started, in seconds.", registry=self.registry)
         uptime.set_function(lambda: time.monotonic() - started)
         self.registry.register(self.stream)
+        self.registry.register(self.adapters)
         self.registry.register(_StateCollector(self))
 
     def _add_request_metrics(self) -> None:
@@ -129,6 +133,10 @@ class Metrics:
         self.num_prompt_tokens = self._counter("meshserve_prompt_tokens_total", "Prompt tokens of accepted requests.")
         self.num_pooled = self._counter(
             "meshserve_pooled_texts_total", "Texts that were embedded, and documents that were scored."
+        )
+        self.num_closed_connections = self._counter(
+            "meshserve_closed_connections_total",
+            "gRPC connections that were closed because calls on them were reset before their message came.",
         )
         self._requests = Counter(
             "meshserve_requests_total",
@@ -268,6 +276,7 @@ class _StateCollector(Collector):
             "Lines of the log that were dropped because stderr was not read.",
             value=num_dropped_lines(),
         )
+        yield task_failures(self._metrics.read_task_failures())
         yield from _constraint_metrics(*self._metrics.read_constraint_counts())
         if (counts := self._metrics.read_host_cache()) is not None:
             yield from _host_cache_metrics(counts)
@@ -294,6 +303,18 @@ def late_compiles(count: int) -> Metric:
         "Programs compiled after the server was ready; each one is a bug that stalls all requests.",
         value=count,
     )
+
+
+def task_failures(counts: Mapping[str, int]) -> Metric:
+    """Returns the counter of failures of background tasks."""
+    failures = CounterMetricFamily(
+        "meshserve_background_task_failures_total",
+        "Failures of background tasks, by task; a task that can be run again is.",
+        labels=["task"],
+    )
+    for task, count in counts.items():
+        failures.add_metric([task], count)
+    return failures
 
 
 def _constraint_metrics(num_lost_workers: int, num_refused: Mapping[str, int]) -> Iterator[Metric]:

@@ -1,13 +1,16 @@
 """The HTTP port for probes and Prometheus: GET /livez, /readyz and /metrics, without encryption or tokens.
 
+On a loopback address it answers only requests for localhost, so that no web page can read it from a browser.
+
 /livez returns 200 while the process should be left running and 503 once the engine has failed; /readyz returns 200
 while the server accepts requests. Probes are answered on the event loop's thread, so they fail if the loop hangs.
 Metrics are rendered in another thread, because reading the engine's load may wait for a step and rendering takes
-milliseconds.
+milliseconds. Scrapes that come meanwhile share a rendering, so that any number of them costs a tenth of that thread.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -17,17 +20,24 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 
 from ..api.errors import ConfigError
+from ..api.loopback import is_host_allowed
+from ..text.work_pool import Paced
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-_MAX_LINE_BYTES = 4_096  # of the request line, and of each header
+_MAX_LINE_BYTES = 4_096  # in the request line, and in each header
 _MAX_HEADERS = 64
 _TIMEOUT_SECONDS = 5.0  # for a connection to send its request and read the answer
 _MAX_CONNECTIONS = 64
+_RENDERING_SHARE = 0.1  # of the time of a thread, which holds Python's lock
+_MAX_REST_SECONDS = 0.2
+_TEXT = "text/plain; charset=utf-8"
 
 # Returns the status and the text of a response.
 Probe = Callable[[], tuple[int, str]]
+Encode = Callable[[CollectorRegistry], bytes]
+Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 class HttpPort:
@@ -36,12 +46,16 @@ class HttpPort:
     Args:
       probes: The probes by path, for example "/livez".
       registry: The metrics.
+      allowed_hosts: See `is_host_allowed`.
     """
 
-    def __init__(self, probes: Mapping[str, Probe], registry: CollectorRegistry):
+    def __init__(self, probes: Mapping[str, Probe], registry: CollectorRegistry, allowed_hosts: Sequence[str] = ()):
         self._probes = probes
+        self._allowed_hosts = allowed_hosts
         self._registry = registry
         self._renderer = ThreadPoolExecutor(1, "metrics")
+        self._paced = Paced(_RENDERING_SHARE, max_rest_seconds=_MAX_REST_SECONDS)
+        self._renderings: dict[str, asyncio.Future[bytes]] = {}  # those that have not begun, by their content type
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
 
@@ -55,7 +69,21 @@ class HttpPort:
             return None
         from aiohttp import web  # not at module level: it takes 0.1 s, also in processes that open no port
 
-        application = web.Application()
+        @web.middleware
+        async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+            response: web.StreamResponse
+            if not all(is_host_allowed(each, host, self._allowed_hosts) for each in request.headers.getall("Host", ())):
+                response = _response(403, b"this server is reached as localhost (--allowed-hosts)\n", _TEXT)
+            else:
+                try:
+                    response = await handler(request)
+                except web.HTTPException as error:  # there is no such path, or it has no such method
+                    error.force_close()
+                    raise
+            response.force_close()
+            return response
+
+        application = web.Application(middlewares=[answer])
         application.add_routes(
             [web.get("/metrics", self._metrics), *(web.get(path, self._probe) for path in self._probes)]
         )
@@ -102,23 +130,32 @@ class HttpPort:
 
     async def _probe(self, request: "web.Request") -> "web.Response":
         status, text = self._probes[request.path]()
-        return _response(status, text.encode(), "text/plain; charset=utf-8")
+        return _response(status, text.encode(), _TEXT)
 
     async def _metrics(self, request: "web.Request") -> "web.Response":
-        accepted = ",".join(request.headers.getall("Accept", ()))
-        body, content_type = await asyncio.get_running_loop().run_in_executor(self._renderer, self._render, accepted)
-        return _response(200, body, content_type)
-
-    def _render(self, accepted: str) -> tuple[bytes, str]:
-        """Returns all metrics in the format that an Accept header asks for, and its content type."""
         try:
-            encode, content_type = choose_encoder(accepted)
+            encode, content_type = choose_encoder(",".join(request.headers.getall("Accept", ())))
         except (TypeError, ValueError):  # a version that is not a number
             encode, content_type = choose_encoder("")
         if content_type.startswith("application/openmetrics-text"):
             # By default the library writes the samples of `vllm:*` with "_" for ":" (prometheus_client issue 1177).
-            return openmetrics(self._registry, escaping=ALLOWUTF8), content_type
-        return encode(self._registry), content_type
+            encode = functools.partial(openmetrics, escaping=ALLOWUTF8)
+        body = await asyncio.shield(self._rendering(content_type, encode))  # others may wait for it
+        return _response(200, body, content_type)
+
+    def _rendering(self, content_type: str, encode: Encode) -> "asyncio.Future[bytes]":
+        """Returns the next rendering of all metrics, which begins after this call."""
+        if (waiting := self._renderings.get(content_type)) is not None:
+            return waiting
+        loop = asyncio.get_running_loop()
+
+        def render() -> bytes:
+            loop.call_soon_threadsafe(self._renderings.pop, content_type, None)
+            return encode(self._registry)
+
+        rendering = loop.run_in_executor(self._renderer, self._paced, render)
+        self._renderings[content_type] = rendering
+        return rendering
 
 
 def _abort(protocol: "web.RequestHandler") -> None:
@@ -130,6 +167,4 @@ def _abort(protocol: "web.RequestHandler") -> None:
 def _response(status: int, body: bytes, content_type: str) -> "web.Response":
     from aiohttp import web
 
-    response = web.Response(status=status, body=body, headers={"Content-Type": content_type})
-    response.force_close()
-    return response
+    return web.Response(status=status, body=body, headers={"Content-Type": content_type})

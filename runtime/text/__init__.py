@@ -1,1 +1,4 @@
-"""Conversion between text and token ids: tokenizer, chat templates and grammars for structured output."""
+"""How do text and token ids become each other?
+
+The tokenizer, chat templates, and grammars for structured output.
+"""

@@ -10,7 +10,7 @@ from ..api.errors import InvalidRequestError
 
 _MAX_ROLE_CHARS = 64
 _MAX_TOOLS = 128  # also the limit of tool calls per message
-_MAX_JSON_CHARS = 262_144  # of a tool or of a call's arguments; parsing holds Python's lock, 8 ms for so many
+_MAX_JSON_CHARS = 262_144  # in a tool or a call's arguments; parsing this many holds Python's lock for 8 ms
 
 Messages = pb.Conversation | pb.ChatRequest  # ChatRequest has the fields of Conversation under the same names
 

@@ -38,7 +38,7 @@ class ConstrainedSamples:
     def __init__(self, foresee: Callable[[Request], Sequence[int]]) -> None:
         self._foresee = foresee
         self._matchers: dict[Request, Matcher] = {}
-        self._masks: dict[Request, np.ndarray] = {}  # of the same samples
+        self._masks: dict[Request, np.ndarray] = {}  # masks of the same samples
         self._requests: dict[Matcher, Request] = {}  # those that wait for a mask
         self._complete: list[Request] = []  # end without sampling, because their resumed tokens were complete
         self._exchange = MaskExchange()
@@ -139,7 +139,9 @@ class ConstrainedSamples:
                 continue  # it was cancelled meanwhile
             self._set_mask(request, matcher)
             if matcher.failure is not None and not request.is_finished:
-                ended.append((request, (FinishReason.ERROR, f"the constraint became too complex: {matcher.failure}")))
+                ended.append(
+                    (request, (FinishReason.ERROR, f"the constraint could not be followed: {matcher.failure}"))
+                )
             elif matcher.is_complete:
                 ended.append((request, (FinishReason.STOP, "")))
             elif request.is_finished:

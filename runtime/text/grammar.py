@@ -33,13 +33,13 @@ _MAX_LEXER_FUEL = 100_000  # per mask, half of the default: hostile expressions 
 _FAST_SECONDS = 0.05  # constraints that compile within this share a worker,
 _FAST_MASK_SECONDS = 0.005  # if their first mask takes no longer than this
 _PROMPT_SECONDS = 0.1  # compiling for longer takes one of few places
-_STACK_BYTES = 16 << 20  # of a worker; constraints are parsed recursively
+_STACK_BYTES = 16 << 20  # per worker; constraints are parsed recursively
 _MAX_SPARE_WORKERS = 4
-_MAX_USES = 500  # of a worker that compiles, before a fresh one replaces it
+_MAX_USES = 500  # uses of a compiling worker before a new one replaces it
 _RETRY_SECONDS = 1.0
 _MAX_MESSAGE_CHARS = 500
 
-FIRST_NUMBER = 0  # of the constraint that a worker has compiled alone
+FIRST_NUMBER = 0  # number of the constraint that a worker has compiled alone
 
 
 class Compiled:
@@ -171,6 +171,10 @@ class Grammars:
         self._template.wait_until_ready()
         with self._lock:
             self._spares.append((self._new_spare(), 0))
+
+    def check(self) -> None:
+        """Replaces processes that do not answer. Called every second or so."""
+        self._template.check()
 
     def close(self) -> None:
         """Ends all processes. Compilations in other threads end with an error."""
@@ -318,6 +322,8 @@ class Grammars:
         while not worker.has_used(_PROMPT_SECONDS) and (left := end - time.monotonic()) > 0:
             if worker.wait(min(left, _PROMPT_SECONDS)):
                 return
+        if worker.wait(0.0):
+            return
         worker.pause()
         worker.renice()
         with self._slow.turn(tenant) as turn:
@@ -382,7 +388,7 @@ class Grammars:
           QuotaExceededError: Too many constraints have one.
         """
         with self._lock:
-            for constraint, cached in tuple(self._cached.items()):  # those that nobody uses end with their entries
+            for constraint, cached in tuple(self._cached.items()):  # unused ones end with their entries
                 if self._has_room_for_own(tenant):
                     break
                 if cached.compiled.worker is not None:

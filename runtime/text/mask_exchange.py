@@ -22,14 +22,14 @@ from .grammar import FIRST_NUMBER, Compiled, Grammar, Grammars, one_line
 from .worker_processes import WorkerLostError, WorkerProcess, wait_for_any
 from .worker_protocol import HAS_FAILED, IS_COMPLETE, MAY_END, MUST_END
 
-_SLOW_SECONDS = 0.01  # nobody waits for samples whose masks take longer
+_SLOW_SECONDS = 0.01  # steps do not wait for samples whose masks take longer
 _VERY_SLOW_SECONDS = 0.1  # constraints with a mask that takes longer do not stay in a shared worker,
 _MAX_SLOW_MASKS = 3  # nor do those with more slow masks
 _STUCK_SECONDS = 0.25  # a shared worker that computes for so long without an answer is replaced
 _RESTART_SECONDS = 0.05  # constraints that compile within this may be compiled again for one sample
 _NUM_ROWS_PER_WORKER = 16  # from which on another shared worker is started, if there may be one
 _MAX_SHARED = 16  # shared workers of all tenants; with more tenants, some share one
-_MAX_MOVES = 8  # of a sample from worker to worker without a mask in between
+_MAX_MOVES = 8  # moves of a sample between workers without a mask in between
 _MAX_CONSTRAINTS = 64  # without samples that a shared worker keeps compiled
 _FADE = 0.9
 
@@ -42,7 +42,7 @@ class Matcher:
       is_waiting: Whether the mask has not come yet.
       failure: Why the sample cannot go on, or None.
       drafts: The draft tokens that may follow, for whose positions masks are asked for together with the next mask.
-      ahead: Of the first of these, each with the mask and the state after it.
+      ahead: The first of these, each with the mask and the state after it.
     """
 
     def __init__(self, grammar: Grammar):
@@ -55,7 +55,7 @@ class Matcher:
         self.token_ids = list(grammar.resumed)
         self.drafts: Sequence[int] = ()
         self.ahead: list[tuple[int, np.ndarray, int]] = []
-        self.num_sent = 0  # of `token_ids`, to the worker that follows the sample
+        self.num_sent = 0  # `token_ids` sent to the worker that follows the sample
         self.place: tuple[_Followers, int] | None = None  # the worker, and the sample's row there
         self.num_moves = 0
         self.has_restarted = False
@@ -174,15 +174,15 @@ class MaskExchange:
     """
 
     def __init__(self) -> None:
-        self.num_restarts = 0  # of samples whose lexer others had filled
+        self.num_restarts = 0  # restarts of samples whose lexer others had filled
         self._queued: list[Matcher] = []  # have advanced, and are not with a worker
         self._shared: list[_Followers] = []
         self._own: dict[WorkerProcess, _Followers] = {}
         self._busy: list[_Followers] = []
         self._closed: deque[Matcher] = deque()
-        self._used_seconds: Counter[str] = Counter()  # of workers of their own, by tenant
+        self._used_seconds: Counter[str] = Counter()  # by tenant, in the tenant's own workers
         num_cpus = os.cpu_count() or 1
-        self._max_shared = max(1, min(4, num_cpus // 2))  # of a tenant
+        self._max_shared = max(1, min(4, num_cpus // 2))  # per tenant
         self._max_busy_slow = max(1, num_cpus // 4)
 
     @property

@@ -10,42 +10,69 @@ looked up and fed to an incremental UTF-8 decoder, which holds back an incomplet
 import codecs
 import copy
 import functools
+import json
 import logging
 import sys
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from meshserve.sharding.guarded_files import contained, read_guarded
+
 from ..api.errors import NEEDS_TOKENIZER, InvalidRequestError, UnavailableFeatureError, UnsupportedModelError
-from ..api.generation_config import read_eos_token_ids
-from ..api.model_config import read_json
+from ..api.sampling_params import SamplingParams
+from ..model_files.generation_config import eos_token_ids_by_file, read_eos_token
+from ..model_files.model_config import read_json_if_present
+from ..model_files.number_bounds import parse_json, shown
+from .chat_template import ChatTemplate
+from .known_text_files import is_known_tokenizer, without_rules
+from .limited_text import LimitedText
+from .token_bytes import added_token_bytes, vocabulary_bytes
 
 _DECODER = codecs.getincrementaldecoder("utf-8")
+_MAX_FILE_BYTES = 64 << 20  # Qwen3's has 11 MB
 _DECODED_TOKENS = 8_192  # at a time
+# Rules that are fast for short texts may backtrack for hours in long runs, which prompts have.
+_PROBE_RUN = 100_000
+_PROBE = "".join(char * _PROBE_RUN for char in "a 0.\n")
 _log = logging.getLogger(__name__)
-_transformers_log = logging.getLogger("transformers")
 
 
-def _unicode_bytes() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level BPE token stands for.
+def read_tokenizer(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Returns the contents of a tokenizer.json, parsed and as they are.
 
-    Printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards, in order. Source: Radford et
-    al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2, and the code released with it.
+    Raises:
+      UnsupportedModelError: It cannot be read, or is of a kind that meshserve does not support.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Returns the parsed file, or an empty dict if it does not exist."""
     try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
+        data = read_guarded(contained(path.parent, path.name), _MAX_FILE_BYTES).data
+        content = parse_json(data.decode("utf-8"))
+    except OSError as error:
+        raise UnsupportedModelError(f"{path} cannot be read: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModelError(f"{path} is not a readable tokenizer: {error}.") from None
+    decoder = content.get("decoder") if isinstance(content, dict) else None
+    kind = decoder.get("type") if isinstance(decoder, dict) else type(decoder).__name__
+    if kind != "ByteLevel":
+        raise UnsupportedModelError(
+            f"{path} has the decoder {shown(kind)}; meshserve supports only ByteLevel tokenizers."
+        )
+    return content, data
+
+
+def _eos_files(directory: Path, token_id: Callable[[str], int | None]) -> dict[int, tuple[str, ...]]:
+    """Returns the end tokens, with the names of the files that name each.
+
+    Chat models that were made of base models often name their end token in the tokenizer's file only.
+    """
+    name, token_ids = eos_token_ids_by_file(directory)
+    files: dict[int, tuple[str, ...]] = {each: (name,) for each in token_ids}
+    name, token = read_eos_token(directory)
+    if token and (found := token_id(token)) is not None:
+        files[found] = (*files.get(found, ()), name)
+    return files
 
 
 class Tokenizer:
@@ -68,34 +95,50 @@ class Tokenizer:
             raise UnsupportedModelError(
                 f"{path} does not exist. A model directory must contain the model's tokenizer.json."
             )
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise UnsupportedModelError(f"{path} is not a readable tokenizer: {error}.") from error
+        self._chat_template = ChatTemplate(self.directory)
+        self._limited: LimitedText | None = None  # encodes, if what the tokenizer does is not known
+        self._tokenizer = self._loaded(path)
         # A tokenizer.json may configure truncation or padding, but prompts must reach the model unchanged.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        decoder = self._tokenizer.decoder
-        if not isinstance(decoder, tokenizers.decoders.ByteLevel):
-            raise UnsupportedModelError(
-                f"{path} has the decoder {type(decoder).__name__}; meshserve supports only ByteLevel tokenizers."
-            )
-        self._unicode_bytes = _unicode_bytes()
-        added = self._tokenizer.get_added_tokens_decoder()
+        shown, self._special_bytes = added_token_bytes(self._tokenizer)
         # Filled as tokens are generated, so its size is bounded by the vocabulary.
-        self._token_bytes: dict[int, bytes] = {token_id: b"" for token_id, token in added.items() if token.special}
-        self._special_bytes = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
-        self._loaded_renderer: Any = None
-        self._renderer_lock = threading.Lock()
+        self._token_bytes: dict[int, bytes] = {**shown, **dict.fromkeys(self._special_bytes, b"")}
+        # Added tokens that the library decodes as if they were not: characters of "café" stand for bytes, too.
+        self._misread = {token_id for token_id, text in shown.items() if vocabulary_bytes(text.decode()) != text}
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         # A character in the vocabulary stands for a byte, so this also bounds the characters of text per token.
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self.eos_token_ids = read_eos_token_ids(self.directory)
+        self.eos_files = _eos_files(self.directory, self.token_id)
+
+    def _loaded(self, path: Path) -> tokenizers.Tokenizer:
+        """Returns the tokenizer of a file: without the rules by which it divides texts, if they are not known.
+
+        Raises:
+          UnsupportedModelError: The file is not readable, of another kind, or takes too long to load.
+        """
+        content, data = read_tokenizer(path)
+        if not is_known_tokenizer(content):
+            _log.info("%s has rules that are not known; texts are encoded in processes of limited time", path)
+            self._limited = self._chat_template.limited
+            self._limited.encode(f"the tokenizer {path}", "", is_completed=False)  # so that the start names it
+            what = f"the tokenizer {path}, tried with runs of {_PROBE_RUN} equal characters,"
+            self._limited.encode(what, _PROBE, is_completed=False)
+            data = json.dumps(without_rules(content)).encode()
+        try:
+            return tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # the library raises plain Exception
+            raise UnsupportedModelError(f"{path} is not a readable tokenizer: {error}.") from error
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The end tokens of the model, and that of its tokenizer."""
+        return frozenset(self.eos_files)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template, which `render_chat` requires."""
-        config = _read_json(self.directory / "tokenizer_config.json")
+        config = read_json_if_present(self.directory / "tokenizer_config.json")
         return bool(config.get("chat_template")) or (self.directory / "chat_template.jinja").is_file()
 
     def knows(self, token_id: int) -> bool:
@@ -122,6 +165,9 @@ class Tokenizer:
             raise InvalidRequestError(
                 "text", f"got half a surrogate pair at character {error.start}; the text must be valid Unicode."
             ) from None
+        if self._limited is not None:
+            file = self.directory / "tokenizer.json"
+            return tuple(self._limited.encode(f"the tokenizer {file}", text, is_completed=is_completed))
         # Encoded as a batch of one, because the library releases the GIL only for batches.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_completed)
         return tuple(encoding.ids)
@@ -129,6 +175,8 @@ class Tokenizer:
     @functools.cached_property
     def num_added_tokens(self) -> int:
         """How many tokens `encode` adds to a completed text; all of them must come after the text."""
+        if self._limited is not None:
+            return len(self.encode("", is_completed=True))
         return self._tokenizer.num_special_tokens_to_add(False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -142,7 +190,10 @@ class Tokenizer:
             while end < len(token_ids) and not self._starts_character(token_ids[end]):
                 end += 1
             piece = list(token_ids[start:end])  # converting all at once would hold the GIL for long
-            texts += self._tokenizer.decode_batch([piece], skip_special_tokens=True)  # see `encode`
+            if self._misread.isdisjoint(piece):
+                texts += self._tokenizer.decode_batch([piece], skip_special_tokens=True)  # see `encode`
+            else:
+                texts.append(b"".join(map(self.token_bytes, piece)).decode(errors="replace"))
             start = end
         return "".join(texts)
 
@@ -157,11 +208,7 @@ class Tokenizer:
             token = self._tokenizer.id_to_token(token_id)
             if token is None:
                 return b""  # padding of the model's vocabulary; not cached, so that the table stays bounded
-            try:
-                found = bytes(self._unicode_bytes[char] for char in token)
-            except KeyError:
-                found = token.encode()  # added tokens are stored as plain text
-            self._token_bytes[token_id] = found
+            found = self._token_bytes[token_id] = vocabulary_bytes(token)
         return found
 
     def all_token_bytes(self, token_id: int) -> bytes:
@@ -187,36 +234,15 @@ class Tokenizer:
 
         Raises:
           UnsupportedModelError: The directory has no chat template.
-          InvalidRequestError: The template rejects the messages.
+          InvalidRequestError: The template rejects the messages, or has none of a message's role.
         """
-        renderer = self._renderer()
-        if renderer.chat_template is None:
-            raise UnsupportedModelError(
-                f"{self.directory} has no chat template. Add chat_template.jinja, or send the prompt as plain text."
-            )
-        try:
-            rendered = renderer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_last_message,
-                **template_options,
-            )
-        except Exception as error:  # jinja2 errors, and any error of a template on unexpected messages
-            raise InvalidRequestError("messages", f"the chat template refused them: {error}") from error
-        return str(rendered)
+        options = template_options | {"add_generation_prompt": add_generation_prompt}
+        return self._chat_template.render(messages, continue_last_message=continue_last_message, **options)
 
-    def _renderer(self) -> Any:
-        """Returns the chat renderer, created on first use because importing transformers takes a second."""
-        with self._renderer_lock:
-            if self._loaded_renderer is None:
-                _transformers_log.addFilter(_drop)  # drops its warning that torch is missing
-                try:
-                    from transformers import PreTrainedTokenizerFast
-                finally:
-                    _transformers_log.removeFilter(_drop)
-                self._loaded_renderer = PreTrainedTokenizerFast.from_pretrained(self.directory)
-            return self._loaded_renderer
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if there is none."""
+        return self._chat_template.text
 
 
 class NoTokenizer(Tokenizer):
@@ -228,7 +254,7 @@ class NoTokenizer(Tokenizer):
         self._directory = Path(directory)
         self.vocab_size = 0
         self.max_token_chars = sys.maxsize
-        self.eos_token_ids = read_eos_token_ids(self._directory)
+        self.eos_files = _eos_files(self._directory, self.token_id)
 
     @property
     def directory(self) -> Path:  # type: ignore[override]
@@ -266,11 +292,6 @@ def open_tokenizer(directory: Path) -> Tokenizer:
         return Tokenizer(directory)
     _log.warning("%s has no tokenizer.json: prompts must be token ids, and outputs have no text", directory)
     return NoTokenizer(directory)
-
-
-def _drop(record: logging.LogRecord) -> bool:
-    """Log filter that drops every record."""
-    return False
 
 
 @functools.lru_cache(maxsize=8)
@@ -366,3 +387,14 @@ class TextStream:
             cut = num_chars
         self._held = text[cut:]
         return text[:cut], False
+
+
+def text_stream(tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
+    """Returns the text stream of a new sample with these parameters."""
+    return TextStream(
+        tokenizer,
+        params.stop,
+        include_stop=params.include_stop,
+        skip_special_tokens=params.skip_special_tokens,
+        num_free_tokens=params.min_tokens,
+    )

@@ -6,6 +6,7 @@ another. Within a pool the tenants take turns, so that a tenant waits for one ca
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from ..api.errors import QueueFullError, QuotaExceededError
 Result = TypeVar("Result")
 
 _MIN_RETRY_SECONDS = 1.0
-_CHARS_PER_SECOND = 2_000_000  # of a thread; 3 million are usual
+_CHARS_PER_SECOND = 2_000_000  # per thread; 3 million are usual
 
 
 @dataclass
@@ -37,11 +38,21 @@ class Paced:
     """Calls functions for a share of the time only. Used by one thread.
 
     For work that holds Python's lock, and with it all other threads, for tens of milliseconds at a time.
+
+    Args:
+      share: The share.
+      max_rest_seconds: Bound on a rest: a call that took long may have waited.
     """
 
     def __init__(
-        self, share: float, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+        self,
+        share: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        *,
+        max_rest_seconds: float = math.inf,
     ):
+        self._max_rest_seconds = max_rest_seconds
         self._rest = 1.0 / share - 1.0  # per second of work
         self._clock = clock
         self._sleep = sleep
@@ -55,7 +66,7 @@ class Paced:
             return function(*arguments)
         finally:
             now = self._clock()
-            self._ready = now + self._rest * (now - began)
+            self._ready = now + min(self._max_rest_seconds, self._rest * (now - began))
 
 
 class WorkPool:
@@ -65,7 +76,7 @@ class WorkPool:
       name: The beginning of the threads' names.
       num_threads: The number of threads.
       max_calls: The bound on calls that wait or run; a single tenant may have half of them.
-      max_size: The bound on the sizes of these calls together, likewise. A size counts characters, bytes or tokens.
+      max_size: The same for the sizes of these calls together. A size counts characters, bytes or tokens.
     """
 
     def __init__(self, name: str, *, num_threads: int, max_calls: int, max_size: int):
@@ -105,7 +116,7 @@ class WorkPool:
                 del self._loads[tenant]
 
     def _submitted(self, function: Callable[..., Result], *arguments: Any) -> "Future[Result]":
-        """Starts a call. Its thread is free again when it ends, also if nobody waits for it any more."""
+        """Starts a call. Its thread is free again when it ends, even if its result is no longer awaited."""
         loop, work = asyncio.get_running_loop(), self._executor.submit(function, *arguments)
 
         def release(_: object) -> None:

@@ -1,11 +1,13 @@
-"""Starts the processes in which constraints run, talks to them, and ends those that crash or exceed a limit.
+"""Starts the processes in which limited work runs, talks to them, and ends those that crash or exceed a limit.
 
-The server's side of `constraint_worker`. All workers are forks of one template process, which holds the vocabulary; a
-fork takes 3 ms and 5 MB.
+The server's side of `worker_template`. All workers of a kind are forks of one template process, which holds what they
+share, such as the vocabulary for constraints; a fork takes 3 ms and 5 MB.
 """
 
+import array
 import contextlib
 import json
+import logging
 import mmap
 import os
 import select
@@ -17,6 +19,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +30,8 @@ from .worker_protocol import (
     EXITED,
     FORK,
     HEADER_BYTES,
+    PING,
+    PONG,
     PROGRESS,
     READY,
     RENICE,
@@ -38,18 +43,24 @@ from .worker_protocol import (
 
 MAX_ROWS = 256  # samples of a worker
 # With the import path of this process, however it was set.
-_PROGRAM = f"""
+_PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])["path"]
-from {__package__}.constraint_worker import main
+from {} import main
 main(sys.argv[1:])
 """
 _READ_SECONDS = 5.0  # for the rest of an answer that has begun
 _EXIT_SECONDS = 10.0  # for the report of an end; on a busy machine it may be late
 _START_SECONDS = 120.0
+_ANSWER_SECONDS = 10.0  # for the template to answer, on a busy machine
 _MAX_STARVATION = 6.0
-_MAX_EXITS = 1_000  # exit statuses that are kept until somebody asks for them
-_NICENESS = 10  # of workers whose constraints are expensive: the engine goes first
+_MAX_EXITS = 1_000  # exit statuses that are kept until they are asked for
+_BEHIND_SECONDS = 0.01  # after which a template that is behind with its commands gets more of them
+_MAX_UNSENT = 10_000  # commands that a template may leave unread, beside those in its socket
+_NICENESS = 10  # for workers of expensive constraints: the engine goes first
+
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerLostError(Exception):
@@ -60,12 +71,23 @@ class WorkerTemplate:
     """Forks workers. Thread-safe; the template process is started again if it is lost.
 
     Args:
-      settings: See `constraint_worker`.
+      settings: As JSON, for the module. `mask_bytes` and `num_ahead` say how much memory a worker shares.
       memory_bytes: What each worker may allocate.
+      module: The module of this package that the template runs.
+      is_answer: Whether a message makes sense as an answer of a worker.
     """
 
-    def __init__(self, settings: Mapping[str, Any], memory_bytes: int):
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        memory_bytes: int,
+        module: str = "constraint_worker",
+        is_answer: Callable[[Any], bool] = is_answer,
+    ):
         self.num_starts = 0
+        self.is_answer = is_answer
+        self._program = _PROGRAM.format(f"{__package__}.{module}")
+        self._what = module.partition("_")[0]
         self._settings = settings
         self._memory_bytes = memory_bytes
         # Reentrant, because a worker is also killed when it is collected as garbage, at any point of any thread.
@@ -74,12 +96,40 @@ class WorkerTemplate:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_ready = False
+        self._started = 0.0
+        self._asked: float | None = None  # when the template was asked for an answer that has not come
+        # Commands that the socket had no room for, oldest first, with copies of the descriptors that go with them.
+        self._unsent: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._is_sending = False
         self._exits: dict[int, int] = {}  # token of a worker -> exit status, negative for signals
         self._num_workers = 0
-        self._num_lost = 0  # workers of templates that were lost; nobody reports how they have ended
+        self._num_lost = 0  # workers of templates that were lost, whose ends are not reported
         self._is_closed = False
         with self._lock:
             self._start()
+
+    def check(self) -> None:
+        """Starts the template again if it does not answer: it is suspended, or hangs. Called every second or so.
+
+        While it does, no worker is started, and none that exceeds its time is ended.
+        """
+        self._read_pending_reports()
+        now = time.monotonic()
+        with self._lock:
+            if self._is_closed or self._control is None:
+                return
+            self._send_waiting()
+            since, seconds = (self._asked, _ANSWER_SECONDS) if self._is_ready else (self._started, _START_SECONDS)
+            if since is not None and now - since > seconds:
+                _log.error(
+                    "the process of the kind %r does not answer for %.0f s; it is started again",
+                    self._what,
+                    now - since,
+                )
+                self._start(self._num_workers)
+            elif self._is_ready and self._asked is None:
+                self._asked = now
+                self._send(PING, 0, 0)
 
     def fork(self) -> "WorkerProcess":
         """Returns a new worker. It may be sent messages at once.
@@ -103,20 +153,68 @@ class WorkerTemplate:
                 self._num_workers += 1
                 token = self._num_workers
                 for _ in range(2):
-                    try:
-                        assert self._control is not None
-                        command = CONTROL.pack(FORK, token, self._memory_bytes)
-                        socket.send_fds(self._control, [command], [theirs.fileno(), file.fileno()])
+                    if self._send(FORK, token, self._memory_bytes, (theirs.fileno(), file.fileno())):
                         break
-                    except OSError:
-                        self._start()
+                    self._start(self._num_workers - 1)  # it has ended; the last worker is about to be forked
         return WorkerProcess(self, token, ours, memory, (MAX_ROWS, num_masks, mask_bytes // 4))
 
     def command(self, operation: bytes, token: int, operand: int) -> None:
         """Sends the template a command about a worker. Does nothing if either has ended."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._control is not None:
-                self._control.sendall(CONTROL.pack(operation, token, operand))
+        with self._lock:
+            self._send(operation, token, operand)
+
+    def _send(self, operation: bytes, token: int, operand: int, descriptors: Sequence[int] = ()) -> bool:
+        """Sends the template a command, or keeps it while the template does not read. The lock is held.
+
+        Returns:
+          False if the template has ended, and all its workers with it.
+        """
+        if len(self._unsent) >= _MAX_UNSENT and self._send_waiting() and len(self._unsent) >= _MAX_UNSENT:
+            _log.error("the process of the kind %r reads no commands; it and its workers are ended", self._what)
+            self._end_processes()
+            return False
+        self._unsent.append((CONTROL.pack(operation, token, operand), _copies(descriptors)))
+        return self._send_waiting()
+
+    def _send_waiting(self) -> bool:
+        """Sends the commands that wait, as far as the template reads them. Returns False if it has ended."""
+        if self._is_sending:  # a worker was collected as garbage meanwhile; its command follows
+            return True
+        self._is_sending = True
+        try:
+            while self._unsent:
+                if self._control is None:
+                    raise ConnectionError
+                command, descriptors = self._unsent[0]
+                # Sends all of it, or nothing. `socket.send_fds` ignores its flags, and would wait.
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+                self._control.sendmsg([command], rights, socket.MSG_DONTWAIT)
+                self._unsent.popleft()
+                _close_all(descriptors)
+            return True
+        except ConnectionError:
+            self._forget_unsent()
+            return False
+        except OSError:  # no room, or too many descriptors are on their way
+            return True
+        finally:
+            self._is_sending = False
+
+    def is_behind(self) -> bool:
+        """Sends the commands that wait, as far as the template reads them. Returns whether some still do.
+
+        Whoever waits for a worker or a report calls it again and again, or what is to be done first would wait, too.
+        """
+        if not self._unsent:
+            return False
+        self._read_pending_reports()  # or the template would wait for their reader, and read nothing
+        with self._lock:
+            self._send_waiting()
+            return bool(self._unsent)
+
+    def _forget_unsent(self) -> None:
+        while self._unsent:
+            _close_all(self._unsent.popleft()[1])
 
     def wait_until_ready(self) -> None:
         """Waits until the template has loaded the vocabulary.
@@ -126,7 +224,7 @@ class WorkerTemplate:
         """
         self._read_reports(lambda: self._is_ready, _START_SECONDS)
         if not self._is_ready:
-            raise WorkerLostError("the process for constraints cannot load the tokenizer; see its error above")
+            raise WorkerLostError(f"the process of the kind {self._what!r} cannot start; see its error above")
 
     def exit_status(self, token: int) -> int | None:
         """Returns how a worker has ended, negative for signals; None if that is unknown."""
@@ -143,11 +241,13 @@ class WorkerTemplate:
         """Reads what the template reports until `is_done`, but not for longer than `seconds`."""
         end = time.monotonic() + seconds
         with self._reading:
-            while not is_done() and (left := end - time.monotonic()) > 0 and self._read_report(left):
-                pass
+            while not is_done() and (left := end - time.monotonic()) > 0:
+                is_behind = self.is_behind()
+                if not self._read_report(min(left, _BEHIND_SECONDS) if is_behind else left) and not is_behind:
+                    break
 
     def _read_pending_reports(self) -> None:
-        """Reads the reports that have come. If nobody did, they would fill the socket, and the template would block."""
+        """Reads the reports that have come. Otherwise they would fill the socket, and the template would block."""
         if self._reading.acquire(blocking=False):  # or another thread reads them
             try:
                 while self._read_report(0.0):
@@ -168,37 +268,48 @@ class WorkerTemplate:
             return False
         operation, token, operand = CONTROL.unpack(report)
         self._is_ready |= operation == READY
+        if operation == PONG:
+            self._asked = None
         if operation == EXITED:
             self._exits[token] = operand
-            if len(self._exits) > _MAX_EXITS:  # nobody asks for most of them
+            if len(self._exits) > _MAX_EXITS:  # most are never asked for
                 self._exits.pop(next(iter(self._exits)), None)
         return True
 
-    def _start(self) -> None:
+    def _start(self, num_lost: int = 0) -> None:
+        """Starts the template, again if it runs. The first `num_lost` workers are lost."""
         if self._is_closed:
             raise WorkerLostError("the server is stopping")
         self._stop()
         self._control, theirs = socket.socketpair()
-        self._is_ready = False
-        self._num_lost = max(0, self._num_workers - 1)  # the last one is about to be forked
+        self._is_ready, self._started, self._asked = False, time.monotonic(), None
+        self._num_lost = num_lost
         self.num_starts += 1
         with theirs:
             settings = json.dumps({**self._settings, "path": sys.path})
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), settings],
+                [sys.executable, "-P", "-c", self._program, str(theirs.fileno()), settings],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is for the server
+                start_new_session=True,  # Ctrl-C in a terminal is for the server; `_end_processes` needs the group
             )
 
     def _stop(self) -> None:
+        self._forget_unsent()
         if self._control is not None:
             self._control.close()
             self._control = None
         if self._process is not None:
-            self._process.kill()  # its workers end with it
+            self._end_processes()
+            self._process.kill()
             self._process.wait()
             self._process = None
+
+    def _end_processes(self) -> None:
+        """Ends the template and its workers, also suspended ones, and those that are just being forked."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it if all have ended
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class WorkerProcess:
@@ -212,13 +323,13 @@ class WorkerProcess:
         memory: mmap.mmap,
         masks: tuple[int, int, int],
     ):
-        # Of each row, the mask of its next token, then those after each of its draft tokens.
+        # For each row, the mask of its next token, then those after each of its draft tokens.
         self.masks = np.frombuffer(memory, np.uint32, offset=HEADER_BYTES).reshape(masks)
         self.busy_since: float | None = None  # when the message was sent whose answer has not been read
         self.is_lost = False
         self.tenant = ""  # on whose behalf it follows samples
         self.free_rows = list(range(MAX_ROWS - 1, -1, -1))
-        self._template = template
+        self.template = template
         self._token = token
         self._connection = connection
         self._connection.settimeout(_READ_SECONDS)
@@ -244,7 +355,7 @@ class WorkerProcess:
         """
         try:
             answer = receive(self._connection)
-            if not is_answer(answer):
+            if not self.template.is_answer(answer):
                 raise EOFError("the answer makes no sense")
         except (EOFError, OSError) as error:
             self.kill()
@@ -254,7 +365,11 @@ class WorkerProcess:
 
     def wait(self, seconds: float) -> bool:
         """Waits for an answer. Returns whether it has come, or the worker has ended."""
-        return self.is_lost or _is_readable(self._connection, seconds)
+        end = time.monotonic() + seconds
+        while not self.is_lost and self.template.is_behind() and (left := end - time.monotonic()) > 0:
+            if _is_readable(self._connection, min(left, _BEHIND_SECONDS)):
+                return True
+        return self.is_lost or _is_readable(self._connection, end - time.monotonic())
 
     @property
     def progress(self) -> int | None:
@@ -262,46 +377,50 @@ class WorkerProcess:
         row = PROGRESS.unpack_from(self._memory, 0)[0]
         return row - 1 if 0 < row <= MAX_ROWS else None
 
-    def has_used(self, seconds: float, elapsed_seconds: float = 0.0) -> bool:
+    def has_used(self, seconds: float, elapsed_seconds: float | None = None) -> bool:
         """Returns whether the worker has computed for so long since its message was sent.
 
         Processor time counts where it is known, so that a busy machine ends nothing that is not at fault; and elapsed
-        time, at several times as long, or `elapsed_seconds` if that is longer.
+        time from `elapsed_seconds` on (None: several times as long), whatever the worker does.
         """
+        if elapsed_seconds is None:
+            elapsed_seconds = _MAX_STARVATION * seconds
         if self.busy_since is None or (elapsed := time.monotonic() - self.busy_since) < seconds:
             return False
         _, process_id, began = PROGRESS.unpack_from(self._memory, 0)
         used = _processor_seconds(process_id) if sys.platform == "linux" else elapsed + began * 1e-9
-        return elapsed > max(_MAX_STARVATION * seconds, elapsed_seconds) or used - began * 1e-9 >= seconds
+        return elapsed > elapsed_seconds or used - began * 1e-9 >= seconds
 
     @property
     def exit_status(self) -> int | None:
         """How the worker has ended, negative for signals; None if that is unknown."""
-        return self._template.exit_status(self._token)
+        return self.template.exit_status(self._token)
 
     def pause(self) -> None:
         """Suspends the worker until `resume`."""
-        self._template.command(SIGNAL, self._token, signal.SIGSTOP)
+        self.template.command(SIGNAL, self._token, signal.SIGSTOP)
 
     def resume(self) -> None:
         """Ends the effect of `pause`."""
-        self._template.command(SIGNAL, self._token, signal.SIGCONT)
+        self.template.command(SIGNAL, self._token, signal.SIGCONT)
 
     def renice(self) -> None:
         """Lets other processes go first from now on."""
-        self._template.command(RENICE, self._token, _NICENESS)
+        self.template.command(RENICE, self._token, _NICENESS)
 
     def kill(self) -> None:
         """Ends the worker, whatever it does. Any thread may call it, more than once."""
         if not self.is_lost:
             self.is_lost = True
-            self._template.command(SIGNAL, self._token, signal.SIGKILL)
+            self.template.command(SIGNAL, self._token, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits
 
 
 def wait_for_any(workers: Sequence[WorkerProcess], seconds: float) -> list[WorkerProcess]:
     """Waits until one of the busy workers has answered or ended. Returns all that have."""
+    for worker in workers:
+        worker.template.is_behind()
     poller = select.poll()
     by_descriptor = {worker.fileno(): worker for worker in workers}
     for descriptor in by_descriptor:
@@ -317,6 +436,22 @@ def _processor_seconds(process_id: int) -> float:
     except OSError:
         return 0.0
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def _copies(descriptors: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for descriptor in descriptors:
+            copies.append(os.dup(descriptor))
+    except OSError:
+        _close_all(copies)
+        raise
+    return copies
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _is_readable(connection: socket.socket, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""How the server and the processes for constraints talk to each other; see `constraint_worker`."""
+"""How the server and the processes of limited work talk to each other; see `worker_template`."""
 
 import json
 import socket
@@ -6,9 +6,9 @@ import struct
 from typing import Any
 
 # Between the server and the template: operation, token of the worker, and an operand. FORK comes with two descriptors,
-# the worker's socket and its shared memory; its operand is the memory limit in bytes.
+# the worker's socket and its shared memory; its operand is the memory limit in bytes. PING is answered with PONG.
 CONTROL = struct.Struct("<cqq")
-READY, FORK, SIGNAL, RENICE, EXITED = b"R", b"F", b"S", b"N", b"X"
+READY, FORK, SIGNAL, RENICE, EXITED, PING, PONG = b"R", b"F", b"S", b"N", b"X", b"P", b"A"
 LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 64 << 20
 # Start of the shared memory: one more than the row that the worker is busy with, 0 between rows; its process id; and

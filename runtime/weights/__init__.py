@@ -1,1 +1,4 @@
-"""Model directories: finding their files and mapping their tensors to parameters."""
+"""How do the files of a model become arrays on the devices?
+
+Finding the files, and mapping their tensors to parameters.
+"""

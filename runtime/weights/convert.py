@@ -6,7 +6,6 @@ An interrupted conversion continues where it stopped: parts already written from
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
@@ -25,15 +24,17 @@ from tqdm import tqdm
 from meshserve.sharding.checkpoints.checkpoint import MANIFEST_FILE, OrbaxCheckpoint
 from meshserve.sharding.checkpoints.loading import load_parameters, progress_bar
 from meshserve.sharding.checkpoints.parameters import Parameter
-from meshserve.sharding.checkpoints.storage import as_path, is_remote
+from meshserve.sharding.checkpoints.storage import as_path, file_bytes, is_remote
 from meshserve.sharding.checkpoints.tensor_files import INDEX_FILE, weight_files
 from meshserve.sharding.checkpoints.writer import CheckpointWriter, storage_sharding
 from meshserve.sharding.mesh import use_cpu_devices
 
 from ..api.errors import ConfigError
-from ..api.model_config import ModelConfig
-from ..api.quantisation import NOT_QUANTIZED
-from ..quantisation.quantise import published_form
+from ..api.versions import installed_version
+from ..model_files.model_config import ModelConfig
+from ..model_files.quantization import NOT_QUANTIZED, Quantization
+from .formats.published import with_skipped
+from .formats.quantize import published_form
 from .load import OpenedWeights, is_orbax, open_weights, read_model_with_weights
 from .locate import model_directory, pooling_folders
 from .model_task import with_task
@@ -58,7 +59,7 @@ def run_convert(
 ) -> int:
     """Runs the command and returns its exit status.
 
-    Raises the errors of `model_directory`, `convert` and `verify`, too.
+    It also raises the errors of `model_directory`, `convert` and `verify`.
 
     Raises:
       ConfigError: Neither `target` nor `is_verified` is given, or the target cannot be written.
@@ -94,13 +95,13 @@ def convert(
       source: Model directory.
       target: Directory to write.
       dtype: "bfloat16", "float32", or "auto": the model's own, or bfloat16 for a float16 model.
-      quantize: Scheme to quantise an unquantised model in; see `ServeConfig.quantize`.
+      quantize: Scheme to quantize an unquantized model in; see `ServeConfig.quantize`.
       devices: CPU devices. Their number bounds how finely an Orbax array is split along its sharded axis.
 
     Raises:
       CheckpointError: The weight files of the source are invalid.
       UnsupportedModelError: meshserve does not support the model.
-      ConfigError: Source and target are the same, the target's disk is too small, or the model cannot be quantised.
+      ConfigError: Source and target are the same, the target's disk is too small, or the model cannot be quantized.
       OSError: The target cannot be written.
     """
     directory, output = as_path(source), as_path(target)
@@ -119,8 +120,8 @@ def convert(
     job = _Job(weights, config, kind, output, source_id, devices)
     num_bytes = job.run(hashes)
     stored: dict[str, Any] = {"dtype": kind.name, "tie_word_embeddings": config.is_tied}
-    if made and config.quantisation is not None:
-        stored["quantization_config"] = published_form(config.quantisation)
+    if config.quantization is not None:
+        stored["quantization_config"] = _stored_quantization(config.quantization, directory)
     _copy_other_files(directory, output, stored)
     seconds = time.monotonic() - started
     _log.info("%.2f GB written to %s in %.1f s, %.2f GB/s", num_bytes / 1e9, output, seconds, num_bytes / 1e9 / seconds)
@@ -187,7 +188,7 @@ class _Job:
                 progress.update(sizes[part])
             if writing is not None:
                 writing.result()
-        version = importlib.metadata.version("meshserve")
+        version = installed_version()
         return writer.finish(list(parts), dtype=self._dtype.name, source=hashes, version=version)
 
     def _stored_parameters(self, arrays: Mapping[str, StoredArray]) -> dict[str, Parameter]:
@@ -213,6 +214,18 @@ class _Job:
             )
 
 
+def _stored_quantization(quantization: Quantization, source: epath.Path) -> dict[str, Any]:
+    """Returns the `quantization_config` of a model, with the modules that its files do not quantize."""
+    if quantization.is_made:
+        return published_form(quantization)
+    path = source / "config.json"
+    given = read_model(path).quantization
+    assert given is not None
+    found = [module for module in quantization.skipped if module not in given.skipped]
+    raw = json.loads(path.read_text())["quantization_config"]
+    return with_skipped(raw, found) if found else raw
+
+
 def _num_bytes(arrays: Iterable[StoredArray]) -> int:
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
@@ -224,11 +237,12 @@ def _stored_dtype(config: ModelConfig, dtype: str) -> jnp.dtype:
 
 
 def _with_scales(config: ModelConfig, dtype: jnp.dtype) -> ModelConfig:
-    """Returns the config with scales in the stored dtype, where their format says that they have the model's dtype."""
-    quantisation = config.quantisation
-    if quantisation is None or not quantisation.is_int4 or quantisation.method in ("awq", "gptq"):
+    """Returns the config with scales in the stored dtype, where they have the model's dtype in files."""
+    quantization = config.quantization
+    if quantization is None:
         return config
-    return dataclasses.replace(config, quantisation=dataclasses.replace(quantisation, scale_dtype=dtype.name))
+    grids = tuple(grid._replace(dtype=dtype.name) if grid.has_model_dtype else grid for grid in quantization.grids)
+    return dataclasses.replace(config, quantization=dataclasses.replace(quantization, grids=grids))
 
 
 def _source_hashes(directory: epath.Path) -> dict[str, str]:
@@ -237,7 +251,7 @@ def _source_hashes(directory: epath.Path) -> dict[str, str]:
     For an Orbax checkpoint, only the manifest is hashed, because it contains the checksums of everything else.
     """
     files = [directory / MANIFEST_FILE] if is_orbax(directory) else weight_files(directory)
-    bar = progress_bar(sum(path.stat().length for path in files), "hash")
+    bar = progress_bar(sum(file_bytes(path) for path in files), "hash")
     with bar as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         digests = pool.map(lambda path: _sha256(path, progress), files)
         return {path.name: digest for path, digest in zip(files, digests, strict=True)}

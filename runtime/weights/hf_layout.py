@@ -1,14 +1,14 @@
 """Maps parameters to tensors of a Hugging Face checkpoint, using the weight map of the model class."""
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 
 from meshserve.sharding.checkpoints.parameters import Piece
 from meshserve.sharding.layout import ShardLayout
 
-from ..api.model_config import ModelConfig
-from ..quantisation.config_json import is_skipped
-from ..quantisation.published import StoredMatrix, stored_matrix
-from ..quantisation.quantise import is_made
+from ..model_files.model_config import ModelConfig
+from .formats.stored_matrix import StoredMatrix
 from .orbax_layout import (
     Pieces,
     StoredArray,
@@ -25,7 +25,7 @@ from .weight_map import StoredParameter
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the name and shape of every tensor that the model needs, as if no matrix were quantised."""
+    """Returns the name and shape of every tensor that the model needs, as if no matrix were quantized."""
     shapes: dict[str, tuple[int, ...]] = {}
     for pieces in _stored_pieces_of_tensors(with_plain_matrices(config)):
         for piece in pieces:
@@ -34,32 +34,42 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def quantised_matrices(config: ModelConfig) -> dict[str, StoredMatrix]:
-    """Returns the matrices that a quantised checkpoint stores, by the tensors of `checkpoint_tensors` they replace."""
-    quantisation, weight_map = config.quantisation, architecture_of(config).weight_map
-    if quantisation is None or is_made(quantisation):
+def quantized_matrices(config: ModelConfig) -> dict[str, StoredMatrix]:
+    """Returns the matrices that a quantized checkpoint stores, by the tensors of `checkpoint_tensors` they replace."""
+    quantization, architecture = config.quantization, architecture_of(config)
+    if quantization is None or quantization.layout is None:
         return {}
-    num_experts = config.experts.num_experts if config.experts is not None else 1
-    names = {
-        weight_map.layer_prefix.format(layer) + name.format(expert)  # of a name without {}, the name
-        for key in weight_map.projections
-        for name in weight_map.layers[key].all_names
-        for layer in range(config.num_layers)
-        for expert in range(num_experts if "{}" in name else 1)
-    } | set(weight_map.tables["head"].all_names)
+    modules = set(itertools.chain(*architecture.projection_modules(config).values()))
+    modules |= {name.removesuffix(".weight") for name in architecture.weight_map.tables["head"].all_names}
     found = {}
     for name, shape in checkpoint_tensors(config).items():
         module = name.removesuffix(".weight")
-        if name in names and not is_skipped(module, quantisation.skipped):
+        if module in modules and not quantization.skips(module):
             rows, columns = shape
-            found[name] = stored_matrix(module, rows, columns, quantisation)
+            found[name] = quantization.layout(module, rows, columns, quantization)
     return found
 
 
-def dequantised_tensors(config: ModelConfig) -> list[str]:
-    """Returns the names of the tensors of `checkpoint_tensors` that are dequantised while they are loaded."""
+def partly_quantized(config: ModelConfig, matrices: Mapping[str, StoredMatrix]) -> dict[str, str]:
+    """Returns each projection of which a checkpoint quantizes some modules only, and the first one that it does not.
+
+    Args:
+      config: The model.
+      matrices: See `quantized_matrices`.
+    """
+    tensors, found = checkpoint_tensors(config), {}
+    for key, modules in architecture_of(config).projection_modules(config).items():
+        stored = [f"{module}.weight" for module in modules if f"{module}.weight" in tensors]
+        plain = [name for name in stored if name not in matrices]
+        if 0 < len(plain) < len(stored):
+            found[key] = plain[0].removesuffix(".weight")
+    return found
+
+
+def dequantized_tensors(config: ModelConfig) -> list[str]:
+    """Returns the names of the tensors of `checkpoint_tensors` that are dequantized while they are loaded."""
     names, weight_map = (
-        config.quantisation.dequantised if config.quantisation is not None else (),
+        config.quantization.dequantized if config.quantization is not None else (),
         architecture_of(config).weight_map,
     )
     return [
@@ -74,7 +84,7 @@ def dequantised_tensors(config: ModelConfig) -> list[str]:
 def tensors_to_ignore(config: ModelConfig) -> frozenset[str]:
     """Returns the names of tensors that a checkpoint may contain but the model does not need."""
     tied = frozenset(architecture_of(config).weight_map.tied_head if config.is_tied else ())
-    order = frozenset(f"{matrix.module}.g_idx" for matrix in quantised_matrices(config).values())
+    order = frozenset(f"{matrix.module}.g_idx" for matrix in quantized_matrices(config).values())
     return tied | order
 
 

@@ -19,6 +19,7 @@ _SMALL_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt")
 _WEIGHT_PATTERN = "*.safetensors"
 _SUBFOLDERS = "*/*"  # other formats of the same model, such as onnx/model.onnx
 _POOLING_PATTERN = "*_Pooling/config.json"  # see `model_task`
+_SET_HOME = "Set HF_HOME to a directory of this user."
 
 
 def is_hub_id(model: str) -> bool:
@@ -47,7 +48,7 @@ def download_model(model_id: str, *, revision: str, has_weights: bool) -> Path:
     if not (directory / "config.json").is_file():
         raise UnsupportedModelError(f"--model {model_id}: it has no config.json, so it is not a transformers model.")
     read_model(directory / "config.json")
-    if (directory / "modules.json").is_file():  # of an embedding model
+    if (directory / "modules.json").is_file():  # an embedding model
         _download(model_id, directory.name, (_POOLING_PATTERN,), ignored=())
     if has_weights:
         if not any(directory.glob(_WEIGHT_PATTERN)):
@@ -72,6 +73,7 @@ def _download(
       ConfigError: See `download_model`.
     """
     import huggingface_hub  # not at module level: local models do not need it
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -81,6 +83,8 @@ def _download(
     )
 
     what = f"--model {model_id}" + (f" at revision {revision}" if revision else "")
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise ConfigError(f"{what}: this user has no home directory to download it to. {_SET_HOME}")
     try:
         directory = huggingface_hub.snapshot_download(
             model_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=list(ignored)
@@ -101,6 +105,8 @@ def _download(
         reason = f"this is neither a local directory nor a valid model id: {error}"
     except LocalEntryNotFoundError as error:
         reason = _not_cached(error)
+    except PermissionError as error:
+        reason = f"the cache {constants.HF_HUB_CACHE} cannot be written to ({error}). {_SET_HOME}"
     except Exception as error:  # from the HTTP library, whose type depends on the release, or from the disk
         if getattr(getattr(error, "response", None), "status_code", None) == http.HTTPStatus.UNAUTHORIZED:
             reason = "the hub refused the token of HF_TOKEN or `hf auth login`. Correct it, or remove it."

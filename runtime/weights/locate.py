@@ -1,6 +1,7 @@
 """Finds a model: the embedded one, a local or remote directory, a Hugging Face id, or a published size."""
 
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ from pathlib import Path
 
 from etils import epath
 
-from meshserve.deploy import demo
-from meshserve.sharding.checkpoints.storage import as_path, is_remote
+from meshserve.sharding.checkpoints.storage import as_path, file_bytes, is_remote
+from meshserve.sharding.guarded_files import check_regular_files
 
 from ..api.errors import ConfigError
 from .hub import download_model, is_hub_id
@@ -17,7 +18,11 @@ from .registry import is_published, published_config
 
 DEMO_MODEL = "demo"
 DEMO_HEAD = "demo-head"  # for --draft-model: proposes draft tokens for the demo model
+_EMBEDDED = Path(__file__).with_name("embedded")  # a model directory for each of these names
+DEMO_DIRECTORY = _EMBEDDED / DEMO_MODEL
 _MAX_SMALL_FILE_BYTES = 64 * 2**20  # tokenizers have 11 MB
+# Folders of a model whose files libraries open by their names.
+_OPENED_FOLDERS = ("weights", "digests", "additional_chat_templates")
 _SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt")
 
 
@@ -57,34 +62,54 @@ def model_directory(model: str, *, revision: str = "", has_weights: bool = True)
       has_weights: Whether a download includes the weights.
 
     Raises:
-      ConfigError: No model is given, there is no such directory, or the model cannot be downloaded.
+      ConfigError: No model is given, there is no such directory, something in it is no file, or the model cannot be
+        downloaded.
       UnsupportedModelError: meshserve does not support the hub's model.
       CheckpointError: The directory is remote and cannot be reached.
     """
     if not model:
         raise ConfigError("no model given. Pass --model with a model directory, an id such as Qwen/Qwen3-8B, or demo.")
-    embedded = {DEMO_MODEL: _demo(), DEMO_HEAD: _demo().with_name("head")}
-    path = epath.Path(embedded[model]) if model in embedded else as_path(model)
+    path = epath.Path(_EMBEDDED / model) if model in (DEMO_MODEL, DEMO_HEAD) else as_path(model)
     if is_hub_id(model) and not path.is_dir():
-        return epath.Path(download_model(model, revision=revision, has_weights=has_weights))
+        downloaded = download_model(model, revision=revision, has_weights=has_weights)
+        _check_files(downloaded)
+        return epath.Path(downloaded)
     if not path.is_dir():
         raise ConfigError(
             f"--model {model}: no such directory. Pass a model directory, a Hugging Face id such as "
             "Qwen/Qwen3-8B, or --model demo."
         )
+    if not is_remote(path):
+        _check_files(Path(path))
     if revision:
         raise ConfigError(f"--revision {revision}: only models of the Hugging Face hub have one. Omit it for {path}.")
     return path
 
 
-def _demo() -> Path:
-    return Path(demo.__file__).with_name("model")
+def _check_files(directory: Path) -> None:
+    """Checks what libraries will open by its name: a FIFO would make them wait for ever, a link may lead anywhere.
+
+    Raises:
+      ConfigError: Something in the directory is neither a file nor a directory, or leads out of the directory.
+    """
+    try:
+        check_regular_files(directory, _OPENED_FOLDERS)
+    except OSError as error:
+        raise ConfigError(f"the model directory {directory} cannot be used: {error.filename}: {error}.") from None
+
+
+def model_name(model: str) -> str:
+    """Returns the name of the model that `--model` names: a Hugging Face id as it is given, else the directory's name.
+
+    A directory that has the form of an id is named like one, as by vLLM.
+    """
+    return model if is_hub_id(model) else Path(os.path.abspath(model)).name
 
 
 def _made_up(size: str) -> Path:
     """Creates a directory with the config.json of a published size and the demo model's tokenizer."""
     local = Path(tempfile.mkdtemp(prefix="meshserve-"))
-    for path in _demo().iterdir():
+    for path in DEMO_DIRECTORY.iterdir():
         if path.name.endswith(_SMALL_FILE_SUFFIXES):
             shutil.copy(path, local)
     (local / "config.json").write_text(json.dumps(published_config(size)))
@@ -95,7 +120,7 @@ def _copied(remote: epath.Path) -> Path:
     """Copies the small files of a remote directory to a temporary directory and returns it."""
     local = Path(tempfile.mkdtemp(prefix="meshserve-"))
     for path in remote.iterdir():
-        is_small = path.name.endswith(_SMALL_FILE_SUFFIXES) and path.stat().length <= _MAX_SMALL_FILE_BYTES
+        is_small = path.name.endswith(_SMALL_FILE_SUFFIXES) and file_bytes(path) <= _MAX_SMALL_FILE_BYTES
         if is_small and not path.name.endswith(".index.json"):
             (local / path.name).write_bytes(path.read_bytes())
     for folder in pooling_folders(remote):

@@ -10,15 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshserve.sharding.guarded_files import contained
+
 from ..api.errors import UnsupportedModelError
-from ..api.model_config import EMBED, GENERATE, RERANK, ModelConfig, Pooling, read_json, read_json_list
+from ..api.tasks import EMBED, GENERATE, RERANK
+from ..model_files.model_config import ModelConfig, Pooling, read_json, read_json_if_present, read_json_list
+from ..model_files.number_bounds import shown
 from ..text.tokenizer import open_tokenizer
 
 MODULES_FILE = "modules.json"
-_SETTINGS_FILE = "config_sentence_transformers.json"
+SETTINGS_FILE = "config_sentence_transformers.json"
 _SCORED_TOKENS = ("no", "yes")
 _POOLING_FOLDER = "1_Pooling"
 _LAST_TOKEN_FLAG = "pooling_mode_lasttoken"
+_MAX_SHOWN_CHARS = 200
 _HARMLESS_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -39,10 +44,10 @@ def with_task(model: ModelConfig, task: str, directory: Path) -> ModelConfig:
         return model
     if task == EMBED:
         # The head is not used, and Qwen3-Embedding-8B has none, although its config.json says that it is not tied.
-        return dataclasses.replace(model, pooling=Pooling(score_token_ids=None), is_tied=True, head_quantisation=None)
-    if model.head_quantisation is not None:
+        return dataclasses.replace(model, pooling=Pooling(score_token_ids=None), is_tied=True, head_quantization=None)
+    if model.head_quantization is not None:
         raise UnsupportedModelError(
-            "--fp8-head: a reranker compares two tokens of its output head, which must not be quantised. Omit it."
+            "--fp8-head: a reranker compares two tokens of its output head, which must not be quantized. Omit it."
         )
     return dataclasses.replace(model, pooling=Pooling(score_token_ids=_score_token_ids(directory, model.vocab_size)))
 
@@ -53,23 +58,36 @@ def published_task(directory: Path) -> str:
     Raises:
       UnsupportedModelError: They name a pooling that is not implemented, or a file is unreadable.
     """
-    settings = _optional(directory / _SETTINGS_FILE)
+    settings = read_json_if_present(directory / SETTINGS_FILE)
     if settings.get("model_type") == "CrossEncoder":
         return RERANK
-    if not (directory / MODULES_FILE).is_file():
-        return GENERATE
-    modules = read_json_list(directory / MODULES_FILE)
-    kinds = {str(module.get("type", "")).rpartition(".")[2]: module for module in modules}
+    kinds = published_modules(directory)
     unknown = sorted(kinds.keys() - set(_HARMLESS_MODULES))
     if unknown:
         raise UnsupportedModelError(
-            f"{directory / MODULES_FILE} lists {', '.join(unknown)}; meshserve implements "
+            f"{directory / MODULES_FILE} lists {', '.join(unknown)[:_MAX_SHOWN_CHARS]}; meshserve implements "
             f"{', '.join(_HARMLESS_MODULES)}. Serve the model with --task generate if you do not need its embeddings."
         )
     if "Pooling" not in kinds:
         return GENERATE
-    _check_pooling(directory / str(kinds["Pooling"].get("path") or _POOLING_FOLDER) / "config.json")
+    try:
+        folder = contained(directory, kinds["Pooling"].get("path") or _POOLING_FOLDER)
+    except OSError as error:
+        raise UnsupportedModelError(f"{directory / MODULES_FILE}: {error.filename} is not read: {error}.") from None
+    _check_pooling(folder / "config.json")
     return EMBED
+
+
+def published_modules(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the modules of sentence-transformers that a model's files list, by the names of their classes.
+
+    Raises:
+      UnsupportedModelError: The file is unreadable.
+    """
+    if not (directory / MODULES_FILE).is_file():
+        return {}
+    modules = read_json_list(directory / MODULES_FILE)
+    return {str(module.get("type", "")).rpartition(".")[2]: module for module in modules}
 
 
 def _check_pooling(path: Path) -> None:
@@ -87,7 +105,7 @@ def _check_pooling(path: Path) -> None:
     mode = raw.get("pooling_mode", ", ".join(modes))  # newer releases write one name
     if mode not in ("lasttoken", _LAST_TOKEN_FLAG):
         raise UnsupportedModelError(
-            f"{path}: the pooling is {mode or 'not given'!r}; meshserve implements the last token's only "
+            f"{path}: the pooling is {shown(mode or 'not given')}; meshserve implements the last token's only "
             f"({_LAST_TOKEN_FLAG})."
         )
 
@@ -108,10 +126,3 @@ def _score_token_ids(directory: Path, vocab_size: int) -> tuple[int, int]:
     no, yes = found
     assert no is not None and yes is not None
     return no, yes
-
-
-def _optional(path: Path) -> Mapping[str, Any]:
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}

@@ -7,7 +7,6 @@ rectangles of it. KV heads are repeated, query heads split and dimensions padded
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ from meshserve.sharding.expert_layout import ExpertLayout
 from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import RULES
 
-from ..api.model_config import ModelConfig
-from ..quantisation.grids import Granule, PartName
+from ..model_files.model_config import ModelConfig
+from .formats.grids import Granule, PartName
 from .registry import abstract_model, architecture_of
 from .weight_map import StoredParameter, Tensors
 
@@ -33,7 +32,7 @@ class Stack(NamedTuple):
     """The place of a parameter that is stacked over layers."""
 
     key: str  # name of the parameter in a layer
-    layers: tuple[int, ...]  # of the model, in the order of the stack
+    layers: tuple[int, ...]  # the model's layers in the order of the stack
 
 
 class StoredArray(NamedTuple):
@@ -44,7 +43,7 @@ class StoredArray(NamedTuple):
     parameter: str  # path of the model's parameter that it belongs to
     dtype: jnp.dtype
     stack_index: int = 0  # in the parameter's stack
-    granule: Granule | None = None  # of a part of a quantised matrix: rows and columns that an element describes
+    granule: Granule | None = None  # rows and columns that an element of a part of a quantized matrix describes
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -55,7 +54,7 @@ class StoredArray(NamedTuple):
         return (*leading, rows * self.granule[0], columns * self.granule[1])
 
     def matrix_name(self, name: str) -> str:
-        """Returns a name of this without the part, if it is part of a quantised matrix."""
+        """Returns a name of this without the part, if it is part of a quantized matrix."""
         return name if self.granule is None else name.rpartition(".")[0]
 
     def part_name(self, matrix: str) -> str:
@@ -92,7 +91,7 @@ def model_layout(config: ModelConfig, num_shards: int, *, expert_parallel: bool 
             num_experts=config.experts.num_experts,
             mlp_dim=config.experts.mlp_dim,
             is_by_expert=expert_parallel,
-            mlp_unit=1 if config.quantisation is None else config.quantisation.block[0],
+            mlp_unit=1 if config.quantization is None else config.quantization.scale.block[0],
         )
     elif expert_parallel:
         raise ValueError(f"expert_parallel is set, but a {config.model_type} model has no experts. Leave it out.")
@@ -102,17 +101,17 @@ def model_layout(config: ModelConfig, num_shards: int, *, expert_parallel: bool 
         num_kv_heads=config.num_kv_heads,
         vocab_size=config.vocab_size,
         mlp_dim=config.mlp_dim,
-        mlp_unit=2 if config.quantisation is not None and config.quantisation.is_int4 else 1,  # whole bytes
+        mlp_unit=1 if config.quantization is None else config.quantization.format.packed,  # whole bytes
         experts=experts,
     )
 
 
 def with_plain_matrices(config: ModelConfig) -> ModelConfig:
-    """Returns the config of the same model with no matrix quantised."""
-    quantisation = config.quantisation
-    if quantisation is not None:
-        quantisation = dataclasses.replace(quantisation, parameters=frozenset())
-    return dataclasses.replace(config, quantisation=quantisation, head_quantisation=None)
+    """Returns the config of the same model with no matrix quantized."""
+    quantization = config.quantization
+    if quantization is not None:
+        quantization = dataclasses.replace(quantization, parameters=frozenset())
+    return dataclasses.replace(config, quantization=quantization, head_quantization=None)
 
 
 def tensors_of(config: ModelConfig, array: StoredArray) -> Tensors:
@@ -131,7 +130,7 @@ def source_table(config: ModelConfig, name: str) -> str:
 def parameters_in(config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype = _FLOAT32) -> dict[str, StoredArray]:
     """Returns each parameter by path, in a layout; for stacked parameters, one layer.
 
-    They are in the order of the weight map. `dtype` is that of all that are not part of a quantised matrix.
+    They are in the order of the weight map. `dtype` is that of all that are not part of a quantized matrix.
     """
     _, abstract = abstract_model(config, layout, dtype)
     arrays = {}
@@ -190,9 +189,9 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def dequantised_arrays(config: ModelConfig) -> list[str]:
-    """Returns the names of matrices that are dequantised while they are loaded, without the part."""
-    names = config.quantisation.dequantised if config.quantisation is not None else ()
+def dequantized_arrays(config: ModelConfig) -> list[str]:
+    """Returns the names of matrices that are dequantized while they are loaded, without the part."""
+    names = config.quantization.dequantized if config.quantization is not None else ()
     parts = stored_parts(config).items()
     return [stored_name(part, key) for part, arrays in parts for key in arrays if arrays[key].parameter in names]
 
@@ -236,12 +235,6 @@ def stored_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]
 
     moved = moved_pieces(config, model_layout(config, 1), layout)
     return {name: named(name, pieces) for name, pieces in moved.items()}
-
-
-def num_weight_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
-    """Returns the bytes of the model without sharding and padding."""
-    parts = stored_parts(config, dtype).values()
-    return sum(math.prod(array.shape) * array.dtype.itemsize for arrays in parts for array in arrays.values())
 
 
 def _in_granules(piece: Piece, granule: Granule) -> Piece:

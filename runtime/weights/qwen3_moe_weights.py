@@ -18,4 +18,8 @@ WEIGHT_MAP = dataclasses.replace(
         "experts.down": PerExpert({None: "mlp.experts.{}.down_proj.weight"}, mlp_axis=1),
     },
     projections=DENSE.projections | {"experts.gate_up", "experts.down"},
+    fused={
+        "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "mlp.experts.down_proj": ("mlp.experts.{}.down_proj",),
+    },
 )

@@ -15,7 +15,7 @@ WEIGHT_MAP = WeightMap(
         "attention.qkv": FusedQKV("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         "attention.q_norm": Whole("self_attn.q_norm.weight"),
         "attention.k_norm": Whole("self_attn.k_norm.weight"),
-        "attention.kv_scale": PerKVHead("self_attn.k_scale", "self_attn.v_scale"),  # of some quantised checkpoints
+        "attention.kv_scale": PerKVHead("self_attn.k_scale", "self_attn.v_scale"),  # in some quantized checkpoints
         "attention.out": Whole("self_attn.o_proj.weight"),
         "mlp_norm": Whole("post_attention_layernorm.weight"),
         "mlp.gate_up": SideBySide({GATE: "mlp.gate_proj.weight", UP: "mlp.up_proj.weight"}),

@@ -9,19 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.kernels.linear import SYMMETRIC_ZERO
+from meshserve.kernels.linear.formats import DATA, SCALE
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
-from ..api.model_config import ModelConfig
-from ..quantisation.grids import DATA, SCALE, ZERO
+from ..model_files.model_config import ModelConfig
 from .registry import abstract_model
 
 _STANDARD_DEVIATION = 0.02  # usual initialization: activations stay in range through all layers
 # With it, hidden states of different tokens soon resemble each other, and the router would prefer few experts. An
 # embedding as wide as the layers' outputs keeps them apart, so that tokens choose experts about uniformly.
 _EMBEDDING_DEVIATION_WITH_EXPERTS = 1.0
-_INT4_DEVIATION = 4.6  # of uniform integers from -8 to 7
 _MOST_ELEMENTS = 1 << 32  # drawn at once; larger arrays, as of experts, are drawn layer by layer to need less memory
 
 
@@ -34,24 +32,23 @@ def random_model(
 
     def fill(path: tuple[str, ...], weight: nnx.Variable) -> nnx.Variable:
         sharding, dtype = named_sharding(mesh, weight.axes), weight.get_value().dtype
-        make = partial(_maker(path, config), shape=weight.shape, dtype=dtype)
+        make = partial(_maker(path, weight, config), shape=weight.shape, dtype=dtype)
         return weight.replace(jax.jit(make, out_shardings=sharding)(next(keys)))
 
     flat = [(path, fill(path, weight)) for path, weight in nnx.to_flat_state(abstract)]
     return structure, nnx.from_flat_state(flat)
 
 
-def _maker(path: tuple[str, ...], config: ModelConfig) -> Callable[..., jax.Array]:
-    """Returns the function that makes a parameter. The elements of quantised matrices have the usual deviation, too."""
+def _maker(path: tuple[str, ...], weight: nnx.Variable, config: ModelConfig) -> Callable[..., jax.Array]:
+    """Returns the function that makes a parameter. The elements of quantized matrices also have the usual deviation."""
     if "norm" in path[-1]:
         return _ones
-    if path[-1] == ZERO:
-        return partial(_constant, value=SYMMETRIC_ZERO)
-    if path[-1] == SCALE:
-        is_int4 = path[0] != "head" and config.quantisation is not None and config.quantisation.is_int4
-        return partial(_constant, value=_STANDARD_DEVIATION / (_INT4_DEVIATION if is_int4 else 1.0))
     if path[-1] == DATA:
         return _numbers
+    format = weight.get_metadata().get("format")
+    if format is not None:
+        value = format.typical[path[-1]]
+        return partial(_constant, value=_STANDARD_DEVIATION * value if path[-1] == SCALE else value)
     has_experts = path[-1] == "embedding" and config.experts is not None
     return partial(_normal, deviation=_EMBEDDING_DEVIATION_WITH_EXPERTS if has_experts else _STANDARD_DEVIATION)
 

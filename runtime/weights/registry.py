@@ -6,15 +6,16 @@ path, and the modules are imported when needed, because importing JAX takes seco
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import ConfigError, UnsupportedModelError
-from ..api.model_config import ModelConfig, read_json
-from ..api.quantisation import NOT_QUANTIZED, SCHEMES, Quantisation
-from ..quantisation.config_json import is_skipped, read_quantisation
+from ..model_files.model_config import ModelConfig, read_json
+from ..model_files.number_bounds import shown
+from ..model_files.quantization import NOT_QUANTIZED, SCHEMES, Quantization
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -57,61 +58,77 @@ class Architecture:
 
         Raises:
           UnsupportedModelError: It has an option that is not implemented.
-          ConfigError: The model cannot be quantised, or already is.
+          ConfigError: The model cannot be quantized, or already is.
         """
         kind = raw.get("model_type", self.model_type)
         if kind != self.model_type:
             raise UnsupportedModelError(
-                f"config.json: model_type is {kind!r}; meshserve implements {self.model_type!r} only."
+                f"config.json: model_type is {shown(kind)}; meshserve implements {self.model_type!r} only."
             )
-        quantisation = raw.get("quantization_config")
+        quantization = raw.get("quantization_config")
         config = _resolved(self.config).from_dict({**raw, "model_type": kind, "quantization_config": None})
         if fp8_head:
             config = with_fp8_head(config)
-        if quantisation is not None:
+        if quantization is not None:
             if quantize != NOT_QUANTIZED:
                 raise ConfigError(
-                    f"--quantize {quantize}: the model is already quantised (quantization_config in config.json). "
-                    "Omit --quantize, or use the unquantised model."
+                    f"--quantize {quantize}: the model is already quantized (quantization_config in config.json). "
+                    "Omit --quantize, or use the unquantized model."
                 )
-            return self.with_quantisation(config, read_quantisation(quantisation, config.dtype))
-        return self.with_quantisation(config, _made(quantize, config)) if quantize != NOT_QUANTIZED else config
+            from .formats.published import read_quantization  # not at module level: importing jax takes seconds
 
-    def with_quantisation(self, config: ModelConfig, quantisation: Quantisation) -> ModelConfig:
-        """Returns the config of the model with quantised weights.
+            unknown: list[str] = []
+            read = read_quantization(quantization, config.dtype, unknown)
+            notes = config.notes._replace(unknown=(*config.notes.unknown, *unknown))
+            return self.with_quantization(dataclasses.replace(config, notes=notes), read)
+        return self.with_quantization(config, _made(quantize, config)) if quantize != NOT_QUANTIZED else config
 
-        A parameter is quantised on the devices if all tensors that form it, in all layers, are. If some are not, those
-        that are will be dequantised when they are loaded.
+    def with_quantization(self, config: ModelConfig, quantization: Quantization) -> ModelConfig:
+        """Returns the config of the model with quantized weights.
+
+        A parameter is quantized on the devices if all tensors that form it, in all layers, are. If some are not, those
+        that are will be dequantized when they are loaded.
         """
-        weight_map = self.weight_map
-
-        def is_quantised(key: str) -> bool:
-            names = [
-                weight_map.layer_prefix.format(layer) + name.removesuffix(".weight")
-                for layer in range(config.num_layers)
-                for name in weight_map.layers[key].all_names
-            ]
-            return not any(is_skipped(name, quantisation.skipped) for name in names)
-
         if config.experts is not None:
-            _check_experts(config, quantisation)
-        parameters = frozenset(f"layers.{key}" for key in weight_map.projections if is_quantised(key))
-        return dataclasses.replace(config, quantisation=dataclasses.replace(quantisation, parameters=parameters))
+            _check_experts(config, quantization)
+        parameters = frozenset(
+            f"layers.{key}"
+            for key, modules in self.projection_modules(config).items()
+            if not any(map(quantization.skips, modules))
+        )
+        return dataclasses.replace(config, quantization=dataclasses.replace(quantization, parameters=parameters))
+
+    def projection_modules(self, config: ModelConfig) -> dict[str, list[str]]:
+        """Returns the modules of a checkpoint that form each projection in all layers, by keys of the weight map."""
+        weight_map = self.weight_map
+        num_experts = config.experts.num_experts if config.experts is not None else 1
+
+        def modules(key: str) -> list[str]:
+            return [
+                weight_map.layer_prefix.format(layer) + name.removesuffix(".weight").format(expert)
+                for name in weight_map.layers[key].all_names
+                for layer in range(config.num_layers)
+                for expert in range(num_experts if "{}" in name else 1)
+            ]
+
+        return {key: modules(key) for key in sorted(weight_map.projections)}
 
 
-def _check_experts(config: ModelConfig, quantisation: Quantisation) -> None:
-    """Raises UnsupportedModelError if a model with experts has quantised weights that are not implemented for it."""
+def _check_experts(config: ModelConfig, quantization: Quantization) -> None:
+    """Raises UnsupportedModelError if a model with experts has quantized weights that are not implemented for it."""
     assert config.experts is not None
-    rows, columns = quantisation.block
+    from meshserve.kernels.experts import FORMATS  # not at module level: importing jax takes seconds
+
+    rows, columns = quantization.scale.block
     sizes = config.embed_dim, config.experts.mlp_dim
-    if quantisation.is_int4 or rows == 1:
+    if quantization.format not in FORMATS or rows == 1:
         raise UnsupportedModelError(
-            f"the weights are {quantisation.name}; a model with experts may have fp8-block-128x128 weights, or none "
-            "that are quantised."
+            f"the weights are {quantization.name}; a model with experts may have fp8-block-128x128 weights, or none "
+            "that are quantized."
         )
     if any(size > rows and size % rows for size in sizes) or rows != columns:
         raise UnsupportedModelError(
-            f"hidden_size and moe_intermediate_size are {sizes[0]} and {sizes[1]}; with {quantisation.name} weights, "
+            f"hidden_size and moe_intermediate_size are {sizes[0]} and {sizes[1]}; with {quantization.name} weights, "
             f"multiples of {rows} are needed."
         )
 
@@ -127,7 +144,7 @@ def _size(layers: int, embed: int, mlp: int, query_heads: int, is_tied: bool, **
     }
 
 
-# Of the Coder models, which were trained for long contexts.
+# For the Coder models, which were trained for long contexts.
 _LONG = {"max_position_embeddings": 262_144, "rope_theta": 1e7}
 _COMMON = {
     "vocab_size": 151_936,
@@ -145,9 +162,9 @@ ARCHITECTURES = {
         headless_name="Qwen3Model",
         model_type="qwen3",
         module="model.qwen3:Qwen3",
-        config="api.model_config:ModelConfig",
+        config="model_files.model_config:ModelConfig",
         weights="weights.qwen3_weights:WEIGHT_MAP",
-        fused_operands="model.qwen3:layer_weights",
+        fused_operands="model.layers.stack:layer_weights",
         sizes={
             "qwen3-0.6b": _size(28, 1024, 3072, 16, True),
             "qwen3-1.7b": _size(28, 2048, 6144, 16, True),
@@ -163,9 +180,9 @@ ARCHITECTURES = {
         headless_name="Qwen3MoeModel",
         model_type="qwen3_moe",
         module="model.qwen3_moe:Qwen3Moe",
-        config="api.experts_config:MoeModelConfig",
+        config="model_files.experts_config:MoeModelConfig",
         weights="weights.qwen3_moe_weights:WEIGHT_MAP",
-        fused_operands="model.qwen3:layer_weights",
+        fused_operands="model.layers.stack:layer_weights",
         sizes={
             "qwen3-30b-a3b": _size(48, 2048, 6144, 32, False, moe_intermediate_size=768),
             "qwen3-coder-30b-a3b": _size(48, 2048, 5472, 32, False, moe_intermediate_size=768, **_LONG),
@@ -194,20 +211,20 @@ def architecture_of(config: ModelConfig) -> Architecture:
 
 def with_fp8_head(config: ModelConfig) -> ModelConfig:
     """Returns the config of the model with its output head in FP8; a tied one is a copy of the embedding."""
-    from ..quantisation.quantise import head_quantisation  # not at module level: importing jax takes seconds
+    from .formats.quantize import head_quantization  # not at module level: importing jax takes seconds
 
-    return dataclasses.replace(config, head_quantisation=head_quantisation())
+    return dataclasses.replace(config, head_quantization=head_quantization())
 
 
-def _made(scheme: str, config: ModelConfig) -> Quantisation:
-    from ..quantisation.quantise import made_quantisation  # not at module level: importing jax takes seconds
+def _made(scheme: str, config: ModelConfig) -> Quantization:
+    from .formats.quantize import made_quantization  # not at module level: importing jax takes seconds
 
     if scheme not in SCHEMES:
         raise ConfigError(f"quantize is {scheme!r}; allowed are {', '.join(SCHEMES)}.")
     columns = config.embed_dim, config.num_query_heads * config.head_dim, config.mlp_dim
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     try:
-        return made_quantisation(scheme, columns, dtype)
+        return made_quantization(scheme, columns, dtype)
     except ValueError as error:
         raise ConfigError(f"--quantize {scheme}: {error}") from None
 
@@ -217,7 +234,7 @@ def read_model(path: Path, quantize: str = NOT_QUANTIZED, *, fp8_head: bool = Fa
 
     Raises:
       UnsupportedModelError: The file is missing, or its architecture or an option is not implemented.
-      ConfigError: The model cannot be quantised in this scheme, or already is.
+      ConfigError: The model cannot be quantized in this scheme, or already is.
     """
     try:
         return model_config(read_json(path), quantize, fp8_head=fp8_head)
@@ -230,8 +247,15 @@ def model_config(raw: Mapping[str, Any], quantize: str = NOT_QUANTIZED, *, fp8_h
     for architecture in ARCHITECTURES.values():
         if raw.get("architectures") in ([architecture.name], [architecture.headless_name]):
             return architecture.read_config(raw, quantize, fp8_head=fp8_head)
+    if not raw.get("architectures") and raw.get("model_type") in tuple(ARCHITECTURES):
+        architecture = ARCHITECTURES[raw["model_type"]]
+        config = architecture.read_config(raw, quantize, fp8_head=fp8_head)
+        assumed = (*config.notes.assumed, f"architectures = {json.dumps([architecture.name])}")
+        return dataclasses.replace(config, notes=config.notes._replace(assumed=assumed))
     served = " or ".join(repr([architecture.name]) for architecture in ARCHITECTURES.values())
-    raise UnsupportedModelError(f"config.json: architectures is {raw.get('architectures')!r}; supported: {served}.")
+    raise UnsupportedModelError(
+        f"config.json: architectures is {shown(raw.get('architectures'))}; supported: {served}."
+    )
 
 
 def abstract_model(config: ModelConfig, layout: "ShardLayout", dtype: "jnp.dtype") -> "tuple[nnx.GraphDef, nnx.State]":
@@ -242,13 +266,29 @@ def abstract_model(config: ModelConfig, layout: "ShardLayout", dtype: "jnp.dtype
     return nnx.split(nnx.eval_shape(lambda: make(config, layout, dtype)))
 
 
+def weight_bytes(config: ModelConfig, layout: "ShardLayout", dtype: "jnp.dtype") -> int:
+    """Returns the bytes of all weights on one device, including padding and repeated heads."""
+    _, abstract = abstract_model(config, layout, dtype)
+    return device_bytes(abstract.flat_state().leaves, layout)
+
+
+def device_bytes(weights: Iterable[Any], layout: "ShardLayout") -> int:
+    """Returns the bytes of abstract weights on one device. Every sharded axis is a multiple of the number of shards."""
+    total = 0
+    for weight in weights:
+        is_sharded = any(axis is not None for axis in weight.axes)
+        array = weight.get_value()
+        total += array.size * array.dtype.itemsize // (layout.num_shards if is_sharded else 1)
+    return total
+
+
 def is_published(name: str) -> bool:
     """Returns whether any model class has a published size of this name."""
     return any(name.lower() in architecture.sizes for architecture in ARCHITECTURES.values())
 
 
 def named_model(name: str, quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False) -> ModelConfig:
-    """Returns the config of a published size, for example "qwen3-8b", with weights quantised as `ServeConfig.quantize`.
+    """Returns the config of a published size, for example "qwen3-8b", with weights quantized as `ServeConfig.quantize`.
 
     Raises:
       ConfigError: There is no such size.

@@ -5,7 +5,7 @@ checkpoint must have and their shapes, how they form parameters at any TP size, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from meshserve.sharding.checkpoints.parameters import Piece
@@ -36,7 +36,7 @@ class Tensors(Protocol):
 
 
 class _Unmoved:
-    """Of parameters that have the same form in every layout, but for padding at the end."""
+    """The map of a parameter that has the same form in every layout, but for padding at the end."""
 
     def moved_pieces(self, stored: StoredParameter, old: ShardLayout, new: ShardLayout) -> list[Piece]:
         """See `Tensors`."""
@@ -199,5 +199,8 @@ class WeightMap:
     tables: Mapping[str, Tensors]
     layers: Mapping[str, Tensors]  # per layer; `layer_prefix` is prepended to the tensors' names
     layer_prefix: str  # with {} for the layer index
-    projections: frozenset[str]  # keys of `layers`: the matrices that a checkpoint may quantise
+    projections: frozenset[str]  # keys of `layers`: the matrices that a checkpoint may quantize
     tied_head: Mapping[str, str]  # tensor that a checkpoint with tied embeddings may repeat -> the one it repeats
+    # Tensors [E, rows, columns] in which some writers store the matrices of all experts -> the modules that share its
+    # rows, with {} for the expert; all per layer.
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -28,11 +28,12 @@ import tensorstore as ts
 from etils import epath
 
 from .parameters import CheckpointError, Copy, Region, assign, check_tensors, relative
-from .storage import is_remote
+from .storage import file_within, is_remote, parse_header, read_text, sizes
 
 MANIFEST_FILE = "checkpoint.json"
 FORMAT = "meshserve orbax"
 FORMAT_VERSION = 1
+_MAX_BLOCKS = 2**22  # of an array
 DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name))
     for name in ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8")
@@ -47,7 +48,7 @@ class Manifest:
     format_version: int
     meshserve_version: str
     dtype: str
-    num_bytes: int  # of all arrays
+    num_bytes: int  # in all arrays
     source: Mapping[str, str]  # SHA-256 of each source weight file, by name
     parts: Mapping[str, str]  # SHA-256 of each part's digest file
 
@@ -60,6 +61,11 @@ class ArrayDigest:
     dtype: str
     block: tuple[int, ...]  # shape of a block; the last block along each dimension may be smaller
     crc32: tuple[int, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks."""
+        return math.prod(-(-length // step) for length, step in zip(self.shape, self.block, strict=True))
 
     def blocks(self) -> list[Region]:
         axes = [
@@ -86,18 +92,18 @@ class PartDigest:
         Raises:
           ValueError, KeyError or TypeError: the text is not a valid part digest.
         """
-        raw = json.loads(text)
+        raw = parse_header(text)
         arrays = {
             name: ArrayDigest(
-                shape=tuple(map(int, array["shape"])),
+                shape=sizes(array["shape"]),
                 dtype=array["dtype"],
-                block=tuple(map(int, array["block"])),
-                crc32=tuple(map(int, array["crc32"])),
+                block=sizes(array["block"], low=1),
+                crc32=sizes(array["crc32"], most=_MAX_BLOCKS, high=2**32 - 1),
             )
             for name, array in raw["arrays"].items()
         }
         for name, array in arrays.items():
-            if array.dtype not in DTYPES or len(array.blocks()) != len(array.crc32):
+            if array.dtype not in DTYPES or array.num_blocks != len(array.crc32):
                 raise ValueError(f"{name} has an unknown dtype or the wrong number of checksums")
         return cls(source_id=raw["source_id"], arrays=arrays)
 
@@ -126,21 +132,25 @@ def read_manifest(directory: epath.Path) -> Manifest:
     """
     path = directory / MANIFEST_FILE
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
+        raw: dict[str, Any] = parse_header(read_text(path))
         if (raw["format"], raw["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
-                f"{path} has format {raw['format']!r}, version {raw['format_version']}; this release reads "
-                f"{FORMAT!r}, version {FORMAT_VERSION}. Convert the model again."
+                f"{path} has another format or version than this release reads, {FORMAT!r}, version {FORMAT_VERSION}. "
+                "Convert the model again."
             )
         manifest = Manifest(**raw)
         if not isinstance(manifest.parts, dict):
-            raise TypeError(f"parts is {manifest.parts!r}, not an object")
+            raise TypeError("parts is not an object")
         return manifest
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist: the conversion did not end. Run it again; it resumes where it stopped."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Convert the model again.") from None
 
 
@@ -219,13 +229,16 @@ class OrbaxCheckpoint:
         return store
 
     def _add(self, part: str, expected: str) -> None:
+        file_within(self._directory, part, str(self._directory / MANIFEST_FILE))
         path = digest_file(self._directory, part)
         try:
-            text = path.read_text()
+            text = read_text(path)
             digest = PartDigest.from_json(text)
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist. Copy or convert the model again.") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is cut short or damaged ({error}). Convert the model again.") from None
         if sha256(text) != expected:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Loads weights from a `Source` straight into each device's shard.
+"""Loads weights from a `TensorSource` straight into each device's shard.
 
 A few threads read the source block by block. Each block is read once and scattered into every shard that needs a part
 of it, so the host never holds the whole model:
@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from .parameters import Parameter, Region, Source, bounds, copies_into, part_of
+from .parameters import Parameter, Region, TensorSource, bounds, copies_into, part_of
 
 _NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))  # twice the cores, because about half of the threads wait for the disk
 _MAX_FLIGHT_BYTES = 512 * 2**20
@@ -31,7 +31,7 @@ _ALIGNMENT = 64  # bytes; jax uses host memory with this alignment as a CPU devi
 _PROGRESS_DELAY_SECONDS = 2.0
 
 
-def load_parameters(source: Source, parameters: Mapping[str, Parameter]) -> dict[str, jax.Array]:
+def load_parameters(source: TensorSource, parameters: Mapping[str, Parameter]) -> dict[str, jax.Array]:
     """Loads each parameter onto its devices, with a progress bar if loading takes long.
 
     Raises:
@@ -143,7 +143,7 @@ class _Slab:
     """One layer of one parameter (or a whole unstacked parameter) being read. Reading starts on construction."""
 
     def __init__(
-        self, assembly: "_HostAssembly | _DeviceAssembly", layer: int, source: Source, pool: ThreadPoolExecutor
+        self, assembly: "_HostAssembly | _DeviceAssembly", layer: int, source: TensorSource, pool: ThreadPoolExecutor
     ):
         self._assembly, self._layer = assembly, layer
         self._blocks = assembly.blocks(layer)

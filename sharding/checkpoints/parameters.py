@@ -1,7 +1,8 @@
 """Describes how parameters are assembled from stored tensors, independent of file format and mesh.
 
-A parameter is described by `Piece`s: rectangles of stored tensors and their places in the parameter. A `Source` holds
-the tensors: safetensors files (`tensor_files.py`) or an Orbax checkpoint (`checkpoint.py`). `loading.py` combines them.
+A parameter is described by `Piece`s: rectangles of stored tensors and their places in the parameter. A `TensorSource`
+holds the tensors: safetensors files (`tensor_files.py`) or an Orbax checkpoint (`checkpoint.py`). `loading.py` combines
+them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,7 @@ class Copy(NamedTuple):
     target: np.ndarray
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A store of tensors. Its methods are called from several threads at once."""
 
     def blocks(self, tensor: str) -> Sequence[Region]:
@@ -103,7 +104,7 @@ def check_tensors(
         raise CheckpointError(f"{where} does not hold the model its config.json describes:\n  " + "\n  ".join(problems))
 
 
-def listed(what: str, names: list[str], most: int = 5) -> list[str]:
+def listed(what: str, names: Sequence[str], most: int = 5) -> list[str]:
     """Returns one line of an error message that names the first few of `names`, or no line if there are none."""
     if not names:
         return []

@@ -1,14 +1,22 @@
-"""Reads files at an offset, from the local disk or an object store (`gs://`, `s3://`)."""
+"""Reads files at an offset, from the local disk or an object store (`gs://`, `s3://`), and numbers in their headers."""
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from etils import epath
 
+from ..guarded_files import check_contained, check_name, open_guarded, read_guarded
 from .parameters import CheckpointError
 
 REMOTE_SCHEMES = ("gs://", "s3://")
+_MAX_TEXT_BYTES = 64 << 20  # the index of 480 billion parameters has 5 MB
+_MAX_DIGITS = 18  # of a whole number in a file
+_MAX_DIMENSIONS = 8
+_MAX_LENGTH = 2**40
 _MAX_READ_BYTES = 1 << 30  # a single read system call is limited to just under 2 GiB
 
 
@@ -43,13 +51,21 @@ def as_path(path: epath.PathLike) -> epath.Path:
     return remote
 
 
+def file_bytes(path: epath.Path) -> int:
+    """Returns the size of a file.
+
+    For a local file, `epath` would also look up the owner's name, and fail if the system does not know the owner.
+    """
+    return path.stat().length if is_remote(path) else os.stat(path).st_size
+
+
 class File:
     """An open file that several threads may read at once."""
 
     def __init__(self, path: epath.Path):
         self._path = path
-        self._descriptor = None if is_remote(path) else os.open(path, os.O_RDONLY)
-        self.size = path.stat().length
+        self._descriptor = None if is_remote(path) else open_guarded(path)
+        self.size = file_bytes(path) if self._descriptor is None else os.fstat(self._descriptor).st_size
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", None) is not None:
@@ -102,3 +118,76 @@ def open_file(path: epath.Path, hint: str) -> File:
         raise CheckpointError(f"{path} does not exist. {hint}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def file_within(directory: epath.Path, name: object, where: str) -> epath.Path:
+    """Returns the path of a file of a model, by its name in the model's directory.
+
+    Args:
+      directory: the directory.
+      name: a name that may come from a file that anyone has written.
+      where: what names it, for the message.
+
+    Raises:
+      CheckpointError: the name or a link leads out of the directory.
+    """
+    try:
+        path = directory / check_name(name)
+        if not is_remote(path):
+            check_contained(directory, path)
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.filename} is not read: {error}.") from None
+    return path
+
+
+def parse_header(text: str | bytes) -> Any:
+    """Parses JSON that describes tensors.
+
+    Raises:
+      ValueError, RecursionError: it is no JSON, a number in it is not finite or has more digits than any size, or it is
+        nested too deep.
+    """
+    return json.loads(text, parse_int=_parsed_int, parse_constant=_refused)
+
+
+def _parsed_int(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
+
+
+def _refused(text: str) -> None:
+    raise ValueError(f"a number is {text}")
+
+
+def sizes(values: object, *, low: int = 0, most: int = _MAX_DIMENSIONS, high: int = _MAX_LENGTH) -> tuple[int, ...]:
+    """Returns a list of whole numbers in a header, such as a shape.
+
+    Args:
+      values: what stands there.
+      low: the lowest that is allowed.
+      most: how many numbers are allowed.
+      high: the highest that is allowed.
+
+    Raises:
+      ValueError, TypeError: it is something else.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) > most:
+        raise ValueError(f"it has something other than a list of at most {most} sizes")
+    for value in values:
+        if type(value) is not int or not low <= value <= high:
+            shown = value if type(value) in (int, float, bool) else type(value).__name__
+            raise ValueError(f"a size is {shown}; allowed are whole numbers, {low} to {high}")
+    return tuple(values)
+
+
+def read_text(path: epath.PathLike) -> str:
+    """Returns the text of a small file, such as an index or a config.json.
+
+    Raises:
+      OSError: it does not exist, cannot be read, or is no regular file.
+      ValueError: it is not UTF-8.
+    """
+    if is_remote(path):
+        return epath.Path(path).read_text()
+    return read_guarded(path, _MAX_TEXT_BYTES).data.decode("utf-8")

@@ -7,9 +7,9 @@ The safetensors library makes one more copy of every slice, holds the interprete
 file: docs/decisions/033-weight-libraries.md has the figures.
 """
 
-import json
+import fnmatch
+import itertools
 import math
-import operator
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ import numpy as np
 from etils import epath
 
 from .parameters import CheckpointError, Copy, Region, assign, check_tensors, listed, relative
-from .storage import File, open_file
+from .storage import File, file_within, open_file, parse_header, read_text, sizes
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -34,16 +34,17 @@ DTYPES: Mapping[str, np.dtype] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are not quantised
+FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are not quantized
 _BLOCK_BYTES = 8 * 2**20
 _COMPARING_THREADS = 4
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MAX_HEADER_BYTES = 32 << 20  # 235 billion parameters in a single file need 11 MB
 
 
 @dataclass(frozen=True)
 class _Tensor:
+    path: epath.Path
     file: File
-    offset: int  # of the first byte in the file
+    offset: int  # the first byte's position in the file
     shape: tuple[int, ...]
     dtype: np.dtype
     dtype_name: str  # as the file has it
@@ -56,15 +57,21 @@ class _Tensor:
 class TensorFiles:
     """The safetensors files of a model directory: a single file, or the files listed in an index.
 
+    Args:
+      directory: the directory.
+      single_file: the name of the only file to read, without looking for an index; empty looks for a model's.
+
     Raises:
       CheckpointError: no files were found, or one is missing, cut short, or damaged.
     """
 
-    def __init__(self, directory: epath.PathLike):
+    def __init__(self, directory: epath.PathLike, single_file: str = ""):
         self._directory = epath.Path(directory)
+        self._single_file = single_file
         self._tensors: dict[str, _Tensor] = {}
         self._memory = threading.local()
-        for path in weight_files(self._directory):
+        single = [file_within(self._directory, single_file, "the tensors")] if single_file else []
+        for path in single or weight_files(self._directory):
             self._add(path)
 
     def check(
@@ -127,8 +134,46 @@ class TensorFiles:
         """Makes the names of all tensors begin with `prefix`."""
         self._tensors = {prefix + name: tensor for name, tensor in self._tensors.items()}
 
+    def divide(self, tensor: str, parts: Sequence[Sequence[str]]) -> None:
+        """Replaces a tensor [E, R, C] by matrices of equal size, which lie in it one after another.
+
+        Args:
+          tensor: its name.
+          parts: for each of the E indices, the names of the matrices whose rows together are the R rows.
+
+        Raises:
+          CheckpointError: it has another shape.
+        """
+        stored, num_parts = self._tensors.pop(tensor), len(parts[0])
+        if len(stored.shape) != 3 or stored.shape[0] != len(parts) or stored.shape[1] % num_parts:
+            raise CheckpointError(
+                f"{self._directory}: {tensor} is {stored.shape}; it must have {len(parts)} matrices, of a multiple of "
+                f"{num_parts} rows each."
+            )
+        shape = stored.shape[1] // num_parts, stored.shape[2]
+        for index, name in enumerate(itertools.chain(*parts)):
+            offset = stored.offset + index * math.prod(shape) * stored.dtype.itemsize
+            self._tensors[name] = replace(stored, offset=offset, shape=shape)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors by name."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def dtype_name(self, tensor: str) -> str:
+        """Returns the dtype of a tensor as its file has it."""
+        return self._tensors[tensor].dtype_name
+
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._tensors
+
+    def matching(self, patterns: Sequence[str]) -> frozenset[str]:
+        """Returns the names that match one of some patterns, in which * stands for any text."""
+        return frozenset(itertools.chain(*(fnmatch.filter(self._tensors, pattern) for pattern in patterns)))
+
+    def is_quantized(self, tensor: str) -> bool:
+        """Returns whether a tensor has a dtype other than `FLOATS`."""
+        return self._tensors[tensor].dtype_name not in FLOATS
 
     def read(self, tensor: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """Returns a tensor, or some of its rows.
@@ -137,10 +182,11 @@ class TensorFiles:
           CheckpointError: the file cannot be read.
         """
         stored = self._tensors[tensor]
-        first, last = rows if rows is not None else (0, stored.shape[0])
-        values = np.empty((last - first, *stored.shape[1:]), stored.dtype)
+        num_rows, *others = stored.shape or (1,)  # a scalar is read as a row
+        first, last = rows if rows is not None else (0, num_rows)
+        values = np.empty((last - first, *others), stored.dtype)
         self._read(stored, (first, last), values)
-        return values
+        return values if stored.shape else values.reshape(())
 
     def view_as_bytes(self, tensor: str) -> None:
         """Makes a tensor of integers appear as bytes, with as many more columns, lowest byte first."""
@@ -187,36 +233,47 @@ class TensorFiles:
         return memory[:num_bytes].view(dtype).reshape(shape)
 
     def _add(self, path: epath.Path) -> None:
-        file = open_file(path, f"The directory must hold {SINGLE_FILE} or the files of its index.")
+        wanted = path.name if self._single_file else f"{SINGLE_FILE} or the files of its index"
+        file = open_file(path, f"The directory must hold {wanted}.")
         try:
-            self._parse(file)
+            self._parse(path, file)
+        except CheckpointError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is cut short or damaged ({error}). Download it again.") from None
 
-    def _parse(self, file: File) -> None:
-        """Reads the header. An error in the header raises one of the exceptions that `_add` catches."""
+    def _parse(self, path: epath.Path, file: File) -> None:
+        """Reads the header. An error in the header raises one of the exceptions that `_add` catches.
+
+        Raises:
+          CheckpointError: a tensor is in another file as well.
+        """
         if file.size < 8:
             raise ValueError(f"it has {file.size} bytes")
         header_bytes = int.from_bytes(_bytes(file, 0, 8), "little")
         if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file.size - 8):
             raise ValueError(f"its header length is {header_bytes} bytes, the file has {file.size}")
-        header: dict[str, Any] = json.loads(_bytes(file, 8, header_bytes))
+        header: dict[str, Any] = parse_header(_bytes(file, 8, header_bytes))
         header.pop("__metadata__", None)
         start, end = 8 + header_bytes, 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            first, last = map(operator.index, entry["data_offsets"])
+            first, last = sizes(entry["data_offsets"], high=file.size)
             if first != end:
                 raise ValueError(f"{name} begins at byte {first}, but the tensor before it ends at {end}")
             if name in self._tensors:
-                raise ValueError(f"{name} is in another file as well")
-            shape = tuple(map(operator.index, entry["shape"]))
+                files = f"{self._tensors[name].path.name} and {path.name} of {self._directory}"
+                raise CheckpointError(
+                    f"{name} is in two files, {files}. Leave it in one of them, or download the model into an empty "
+                    "directory."
+                )
+            shape = sizes(entry["shape"])
             dtype = DTYPES.get(entry["dtype"])
             end = last
             if dtype is None:
                 dtype = np.dtype(np.uint8)
-            elif min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != last - first:
+            elif math.prod(shape) * dtype.itemsize != last - first:
                 raise ValueError(f"{name} has shape {shape} but occupies bytes {first} to {last}")
-            self._tensors[name] = _Tensor(file, start + first, shape, dtype, str(entry["dtype"]))
+            self._tensors[name] = _Tensor(path, file, start + first, shape, dtype, str(entry["dtype"]))
         if start + end != file.size:
             raise ValueError(f"its header describes {start + end} bytes, the file has {file.size}")
 
@@ -231,13 +288,18 @@ def weight_files(directory: epath.Path) -> list[epath.Path]:
     """Returns the paths of the files that hold a model's tensors, sorted by name.
 
     Raises:
-      CheckpointError: the index is unreadable.
+      CheckpointError: the index is unreadable, or a file is not in the directory.
     """
     index = directory / INDEX_FILE
     if not index.exists():
-        return [directory / SINGLE_FILE]
+        return [file_within(directory, SINGLE_FILE, "the weights")]
+    file_within(directory, INDEX_FILE, "the index")
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [directory / name for name in sorted(names)]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = set(parse_header(read_text(index))["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("weight_map has something other than names")
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error}.") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}). Download it again.") from None
+    return [file_within(directory, name, str(index)) for name in sorted(names)]

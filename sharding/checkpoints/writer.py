@@ -32,7 +32,7 @@ from .checkpoint import (
     sha256,
 )
 from .parameters import Region, bounds, relative
-from .storage import is_remote
+from .storage import is_remote, read_text
 
 _CHUNK_BYTES = 16 * 2**20  # the unit in which tensors are read and held in memory
 _SPLITS = 16  # up to this TP size, every shard consists of whole chunks
@@ -71,7 +71,7 @@ class CheckpointWriter:
     def has(self, part: str) -> bool:
         """Returns whether an earlier run wrote the part from the same source. Reads the part to verify its digests."""
         try:
-            digest = PartDigest.from_json(digest_file(self._directory, part).read_text())
+            digest = PartDigest.from_json(read_text(digest_file(self._directory, part)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         if digest.source_id != self._source_id:
@@ -100,7 +100,7 @@ class CheckpointWriter:
 
     def finish(self, parts: list[str], *, dtype: str, source: Mapping[str, str], version: str) -> int:
         """Writes the manifest. Returns the total size of all arrays in bytes."""
-        texts = {part: digest_file(self._directory, part).read_text() for part in parts}
+        texts = {part: read_text(digest_file(self._directory, part)) for part in parts}
         total = sum(num_bytes(PartDigest.from_json(text).arrays) for text in texts.values())
         manifest = Manifest(
             format=FORMAT,

@@ -5,7 +5,6 @@ Each name is imported when it is first used, so that a client does not wait for 
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,16 +13,16 @@ if TYPE_CHECKING:
     from meshserve.runtime.offline.outputs import CompletionOutput as CompletionOutput
     from meshserve.runtime.offline.outputs import Logprob as Logprob
     from meshserve.runtime.offline.outputs import RequestOutput as RequestOutput
-    from meshserve.runtime.offline.user_params import SamplingParams as SamplingParams
+    from meshserve.runtime.offline.user_params import LLMSamplingParams as SamplingParams
 
     __version__: str
 
-_MODULES = {
-    "LLM": "runtime.offline.llm",
-    "SamplingParams": "runtime.offline.user_params",
-    "RequestOutput": "runtime.offline.outputs",
-    "CompletionOutput": "runtime.offline.outputs",
-    "Logprob": "runtime.offline.outputs",
+_MODULES = {  # where each name is defined, and what it is called there
+    "LLM": ("runtime.offline.llm", "LLM"),
+    "SamplingParams": ("runtime.offline.user_params", "LLMSamplingParams"),
+    "RequestOutput": ("runtime.offline.outputs", "RequestOutput"),
+    "CompletionOutput": ("runtime.offline.outputs", "CompletionOutput"),
+    "Logprob": ("runtime.offline.outputs", "Logprob"),
 }
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__", "client"]
@@ -31,11 +30,14 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParam
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.metadata.version("meshserve")  # read when it is used: it takes longer than the client
+        from meshserve.runtime.api.versions import installed_version  # when it is used: longer than the client
+
+        return installed_version()
     if name == "client":
         return importlib.import_module("meshserve.client")
     if name in _MODULES:
-        return getattr(importlib.import_module(f"meshserve.{_MODULES[name]}"), name)
+        module, defined = _MODULES[name]
+        return getattr(importlib.import_module(f"meshserve.{module}"), defined)
     raise AttributeError(f"module 'meshserve' has no attribute {name!r}; it has {', '.join(__all__)}.")
 
 

@@ -3,6 +3,7 @@
 The compiling tests need jax's CUDA build: pip install "jax[cuda13]", or "jax[cuda13-local]" with a CUDA toolkit.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import math
@@ -10,13 +11,15 @@ import re
 
 import pytest
 
-from meshserve.benchmarks.checks import check_cuda, check_programs
+from meshserve.benchmarks.checks import check_cuda, check_programs, check_tpu
 from meshserve.kernels.cuda.build import find_nvcc
 from meshserve.runtime.commands.cli import main
-from meshserve.runtime.planning import hlo
-from meshserve.runtime.planning.aot import DryServer, ProgramReport
-from meshserve.runtime.planning.compiled_plan import cache_that_fits, program_faults
-from meshserve.runtime.planning.memory_plan import Planner
+from meshserve.runtime.plan import compiled_plan, hlo
+from meshserve.runtime.plan.aot import DryServer, ProgramReport
+from meshserve.runtime.plan.compiled_plan import cache_that_fits, program_faults
+from meshserve.runtime.plan.memory_plan import Planner
+from meshserve.runtime.program.batch import Bucket
+from meshserve.runtime.resolve.resolved_server import ResolvedServer
 
 HAS_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None and find_nvcc() is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="jax's CUDA build or nvcc is not installed")
@@ -138,6 +141,48 @@ def test_only_decodes_are_no_server():
         match=r"selects no step that may hold prompts; add one of \[64, 96, 128, 192, 256",
     ):
         check_cuda.main(["--models", "qwen3-8b", "--targets", "h100:1", "--kernels", "cuda", "--tokens", "1", "8"])
+
+
+@dataclasses.dataclass
+class OneProgram:
+    """Stands in for the programs of a server: one, which the compiler made to compute something twice."""
+
+    buckets: list[Bucket]
+    output_buffers: tuple = ()
+    processors: None = None
+
+    def to_lower(self):
+        return {self.buckets[-1].key: None}
+
+
+class OneProgramServer:
+    """Stands in for `DryServer`."""
+
+    def __init__(self, server: ResolvedServer):
+        self._server = server
+
+    def programs(self, shape):
+        return OneProgram([self._server.buckets[-1]])
+
+    def report(self, key, to_lower, known):
+        return dataclasses.replace(report("set row", num_kernels=0, num_recomputed=9), aliased_bytes=1 << 40)
+
+    def cache_bytes(self, shape) -> int:
+        return CACHE_BYTES
+
+
+@pytest.mark.parametrize(("num_layers", "is_left_out"), [(2, True), (36, False), (0, False)])
+def test_few_layers_raise_no_false_alarm(num_layers, is_left_out, monkeypatch, capsys):
+    monkeypatch.setattr(compiled_plan.DryServer, "on", lambda target, server: OneProgramServer(server))
+    monkeypatch.setattr(compiled_plan, "largest_cache", lambda server, guess: guess)
+    plan = check_tpu.planner("qwen3-8b", "v5e:2x4")
+    options = argparse.Namespace(layers=num_layers, tokens=(), json=None)
+    found = check_programs.check([plan], options)
+    printed = capsys.readouterr().out
+    assert ("not checked, because it needs all layers: nothing is computed twice" in printed) == is_left_out
+    assert ("every other expectation holds" in printed) == is_left_out
+    assert any("failed: nothing is computed twice" in fault for fault in found) != is_left_out
+    assert len(found) == (0 if is_left_out else 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="jax's CUDA build is installed")

@@ -11,7 +11,7 @@ from meshserve.benchmarks.baselines import vllm_embed
 from meshserve.benchmarks.load import embed
 from meshserve.runtime.api.errors import ConfigError
 from tests.checkpoints import TINY
-from tests.runtime.retrieval.test_retrieval_service import EMBEDDER, engine_of, retrieving
+from tests.runtime.server.test_retrieval_methods import EMBEDDER, engine_of, retrieving
 
 
 def figures(path: Path, *arguments: str) -> dict:

@@ -117,17 +117,18 @@ def test_a_server_and_a_missing_engine(tmp_path: Path, monkeypatch: pytest.Monke
     arguments = [f"--set-all={name}={value}" for name, value in options.items()]
     status = full_load.main(
         ["--models", "demo", "--dtype=float32", *arguments, "--set", "page_size=16", "--engines", "vllm", "ours",
-         "tuned", f"--json={tmp_path / 'found.json'}", f"--markdown={tmp_path / 'table.md'}",
+         "tuned", "http", "offline", f"--json={tmp_path / 'found.json'}", f"--markdown={tmp_path / 'table.md'}",
          f"--python-vllm={sys.executable}"]
     )  # fmt: skip
     said = capsys.readouterr()
     assert status == 1 and "demo, vLLM: not installed" in said.err
     found = json.loads((tmp_path / "found.json").read_text())["demo"]
-    assert list(found) == ["ours", "tuned"], said.err
+    assert list(found) == ["ours", "tuned", "http", "offline"], said.err
     assert found["ours"]["figures"]["the server"]["tokens that fit in the KV cache"] == 16 * 32
     assert found["tuned"]["figures"]["the server"]["tokens that fit in the KV cache"] == 16 * 16
-    assert found["ours"]["figures"]["few"]["output tokens/s"] > 0
-    assert "meshserve bench full_load --models demo" in (tmp_path / "table.md").read_text()
+    assert all(found[engine]["figures"]["few"]["output tokens/s"] > 0 for engine in found)
+    text = (tmp_path / "table.md").read_text()
+    assert "meshserve bench full_load --models demo" in text and "| OpenAI's API : gRPC |" in text
 
 
 def test_tuned_needs_options():
@@ -135,16 +136,26 @@ def test_tuned_needs_options():
         full_load.main(["--models", "qwen3-0.6b", "--engines", "tuned"])
 
 
-def test_every_engine_is_told_to_quantise():
+def test_every_engine_is_told_to_quantize():
     options = full_load._parser().parse_args(["--quantize", "fp8-block", "--set", "fp8_head=true"])
     engines = comparison.engines_from(options, "vllm_engine")
     assert engines["vllm"].settings == {"max_model_len": 4096, "quantization": "fp8"}
     assert engines["ours"].settings == {"quantize": "fp8-block"}
     assert engines["tuned"].settings == {"quantize": "fp8-block", "fp8_head": True}
-    with pytest.raises(ConfigError, match="--quantize int4: vLLM does not quantise"):
+    with pytest.raises(ConfigError, match="--quantize int4: vLLM does not quantize"):
         comparison.engines_from(full_load._parser().parse_args(["--quantize", "int4"]), "vllm_engine")
     only_ours = full_load._parser().parse_args(["--quantize", "int4", "--engines", "ours"])
     assert comparison.engines_from(only_ours, "vllm_engine")["ours"].settings == {"quantize": "int4"}
+
+
+def test_workloads_are_named_or_written_out():
+    options = full_load._parser().parse_args(["--workloads", "32", "64x512x128"])
+    named, written = full_load._workloads(options, "qwen3-8b").values()
+    assert named == WORKLOADS["qwen3-8b"]["32"] and written.title == "64 x 512 in, 128 out"
+    works = written.draw(0)
+    assert [len(works), len(works[0].prompt_token_ids), works[0].max_tokens] == [64, 512, 128]
+    with pytest.raises(SystemExit):
+        full_load._parser().parse_args(["--workloads", "64x512"])
 
 
 def test_runs_replace_those_of_every_workload():

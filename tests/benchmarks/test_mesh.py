@@ -20,7 +20,11 @@ from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.chips import CHIPS
 from tests.waiting import wait_for
 
-SUMS = [{"tp": 4, "kilobytes": size, "p2p": time, "psum": 18.0} for size, time in ((4, 3.0), (8, 4.0), (64, 11.0))]
+SUMS = [
+    {"shape": {"tp": 4, "kilobytes": size}, "implementation": name, "us": time}
+    for size, p2p in ((4, 3.0), (8, 4.0), (64, 11.0))
+    for name, time in (("p2p", p2p), ("psum", 18.0))
+]
 
 
 def gpus(num_devices: int, chip: str = "h200") -> Machine:
@@ -158,9 +162,10 @@ def test_the_machine_is_found_without_jax(monkeypatch: pytest.MonkeyPatch) -> No
         done = subprocess.CompletedProcess([], 0, stdout=text)
         monkeypatch.setattr(machines.subprocess, "run", lambda *_, **__: done)
 
-    said("NVIDIA H200\nNVIDIA H200\n")
-    assert str(find_machine()) == "2 x NVIDIA H200"
-    said("NVIDIA H200\n")
+    said("NVIDIA H200, 9.0, 143771\nNVIDIA H200, 9.0, 143771\n")
+    machine = find_machine()
+    assert str(machine) == "2 x NVIDIA H200" and machine.chip is CHIPS["h200"]
+    said("NVIDIA H200, 9.0, 143771\n")
     with pytest.raises(ConfigError, match=r"1 GPU.*two or more"):
         find_machine()
 

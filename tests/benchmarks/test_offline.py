@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from meshserve.benchmarks.baselines import compare
-from meshserve.benchmarks.engine import decode, speculation, throughput
+from meshserve.benchmarks.engine import decode, speculation
 from meshserve.benchmarks.lib.expert_balance import balance_text, expert_tokens, with_skewed_router
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.oracle import chance_of
 from meshserve.benchmarks.lib.token_times import TokenClock, percentile
 from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.drafting.draft_counts import StepCosts
-from meshserve.runtime.drafting.payoff import Payoff
-from meshserve.runtime.expert_counts.balance import imbalance
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.resolved_server import resolve_here
+from meshserve.runtime.program.expert_balance import imbalance
+from meshserve.runtime.resolve.resolved_server import resolve_here
+from meshserve.runtime.scheduler.drafts.draft_counts import StepCosts
+from meshserve.runtime.scheduler.drafts.payoff import Payoff
 from meshserve.runtime.weights.random_weights import random_model
 from meshserve.runtime.weights.registry import model_config, named_model, published_config
 from meshserve.sharding.mesh import make_mesh
@@ -68,6 +68,7 @@ def test_settings_are_options_of_the_server():
     assert parse_settings(["tp=2", "memory_fraction=0.5", "prefix_cache=false", "attention=cuda"]) == {
         "tp": 2, "memory_fraction": 0.5, "prefix_cache": False, "attention": "cuda",
     }  # fmt: skip
+    assert parse_settings(["adapter=a=/x", "adapter=b=/y"]) == {"adapter": ("a=/x", "b=/y")}
     wrong = {
         "tpp=2": "there is no option 'tpp'",
         "tp=two": "'two' is not of type int",
@@ -81,25 +82,6 @@ def test_settings_are_options_of_the_server():
 
 def test_published_sizes_are_what_config_json_says():
     assert named_model("qwen3-8b") == model_config(published_config("qwen3-8b"))
-
-
-def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture):
-    arguments = [
-        f"--model={tiny}", "--random-weights", "--workload=fixed", "--requests=3", "--input-tokens=9",
-        "--output-tokens=6", "--cpu-devices=8", "--set=num_pages=32", "--set=page_size=16", "--set=cache_dir=",
-        "--set=max_step_tokens=8", "--set=logits_processors=false", f"--json={tiny / 'result.json'}",
-    ]  # fmt: skip
-    assert throughput.main(arguments) == 0
-    result = json.loads((tiny / "result.json").read_text())
-    assert (result["num_input_tokens"], result["num_output_tokens"]) == (27, 18)
-    assert result["output_tokens_per_second"] == pytest.approx(18 / result["seconds"])
-    assert result["prefill_seconds"] > 0
-    assert "3 requests, 27 tokens in, 18 out" in capsys.readouterr().out
-
-
-def test_a_workload_that_is_too_long_for_the_model():
-    with pytest.raises(ConfigError, match="up to 3000 tokens, the model supports 1024. Use --workload fixed"):
-        throughput.main(["--model=demo", "--workload=fixed", "--input-tokens=2000", "--output-tokens=1000"])
 
 
 def test_a_long_request_decodes_among_short_ones(tiny: Path, capsys: pytest.CaptureFixture):

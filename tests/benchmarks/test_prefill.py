@@ -1,11 +1,10 @@
-"""Tests `meshserve bench prefill` and the benchmark of prefill attention on small shapes."""
+"""Tests `meshserve bench prefill` on small shapes."""
 
 import json
 
 import pytest
 
 from meshserve.benchmarks.engine import prefill
-from meshserve.benchmarks.kernels import prefill_kernels
 from meshserve.runtime.weights import registry
 
 
@@ -35,17 +34,3 @@ def test_on_a_mesh_the_work_is_that_of_a_device(tmp_path, monkeypatch):
     (row,) = json.loads(target.read_text())
     work = prefill.linear_flops(registry.named_model("qwen3-0.6b")) * row["tokens"]
     assert row["tp"] == 2 and row["linear_tflops"] == pytest.approx(work / 2 / row["ms"] / 1e9)
-
-
-def test_attention_of_a_step_and_its_work(capsys):
-    arguments = "--steps 8x2 4x1/20+1x2/7 --attention reference --kv-heads 1 --group 2 --head-dim 16 --page-size 16"
-    assert prefill_kernels.main([*arguments.split(), "--calls", "1", "--rounds", "1", "--seconds", "0.01"]) == 0
-    assert [line.split(":")[0].split() for line in capsys.readouterr().out.splitlines()] == [
-        ["reference", "8x2"],
-        ["reference", "4x1/20+1x2/7"],
-    ]
-    requests = (prefill_kernels.Requests.parse("2x3/5"), prefill_kernels.Requests.parse("6"))
-    step = prefill_kernels.Step(name="", requests=requests, kv_heads=1, group=2, head_dim=16, page_size=16)
-    # The first of two new tokens attends to 4 keys, the second to 5; those of the other request to 1 to 6.
-    assert step.flops == (3 * (4 + 5) + 21) * 2 * 16 * 4
-    assert step.page_bytes == (3 * 5 + 6) * 16 * 4

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="needs the extra plots")
 
 
 def written(path: Path, *num_requests: int, error: str = "") -> Path:
-    """Writes what `bench serve --json` writes for loads of so many requests."""
+    """Writes what `bench serve --json` writes for loads of these numbers of requests."""
     loads = []
     for number in num_requests:
         calls = [

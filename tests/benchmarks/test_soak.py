@@ -1,16 +1,15 @@
 """Soaks the demo model with every logits processor and checks that nothing leaks or compiles late."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from meshserve.benchmarks.checks import soak
-from meshserve.deploy import demo
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
 
 
 def test_mixed_load_is_clean(capsys: pytest.CaptureFixture):
-    model = Path(demo.__file__).with_name("model")
+    model = DEMO_DIRECTORY
     arguments = [
         f"--model={model}", "--seconds=5", "--tp=2", "--cpu-devices=8", "--num-pages=64", "--page-size=16",
         "--max-context=256", "--max-running=8", "--max-step-tokens=32", "--controlled=0.6",

@@ -1,32 +1,49 @@
-"""Tests `meshserve bench start`: new processes, of which the second compiles nothing."""
+"""Tests `meshserve bench start`: real servers, of which the second and the one with a copied folder compile nothing."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from meshserve.benchmarks.engine import start
+from meshserve.benchmarks.load import start
+from meshserve.runtime.telemetry.start_timeline import StartTimeline
 
 SMALL = [
-    "--model=demo", "--cpu-devices=2", "--tp=2", "--dtype=float32", "--max-running=2", "--max-step-tokens=2",
-    "--page-size=8", "--num-pages=6", "--max-context=48", "--no-logits-processors",
+    "cpu_devices=2", "tp=2", "dtype=float32", "max_running=2", "max_step_tokens=2", "page_size=8", "num_pages=6",
+    "max_context=48", "logits_processors=false",
 ]  # fmt: skip
 
 
-def test_the_second_start_finds_its_programs_and_faults_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flags = [*SMALL, f"--cache-dir={tmp_path / 'cache'}"]
-    assert start.main([*flags, "--starts=2", f"--json={tmp_path / 'out'}"]) == 0, capsys.readouterr().out
-    assert "2 of 2 starts succeeded" in capsys.readouterr().out
-    cold, warm = json.loads((tmp_path / "out").read_text())
-    assert cold["programs"] == warm["programs"] == 2
-    assert cold["cache_misses"] > 0 and warm["cache_misses"] == 0 and warm["cache_hits"] == cold["cache_misses"]
-    assert cold["late_compiles"] == 0 and cold["pages"] == 6 and cold["evicted_pages"] > 0
-    assert cold["tokens"] == 48 * cold["requests"]
-    assert start.main([*flags, "--num-pages=40", "--starts=1", "--fill=0.1"]) == 1
-    text = capsys.readouterr().out
-    assert "the cache was never full" in text and "0 of 1 starts succeeded" in text
+def test_later_starts_trace_nothing_and_write_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert start.main(["--set", *SMALL, "--markdown", str(tmp_path / "table.md")]) == 0, capfd.readouterr()
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["case"] for line in lines] == ["cold", "warm", "second"]
+    cold, *later = lines
+    assert cold["timeline"]["within"]["XLA"] > 0 and cold["changed_files"] > 0
+    for line in later:
+        within = line["timeline"]["within"]
+        assert "lowering" not in within and "XLA" not in within and within["loading programs"] > 0
+        assert line["changed_files"] == 0
+    for line in lines:
+        phases = line["timeline"]["phases"]
+        assert sum(phases.values()) == pytest.approx(line["timeline"]["total"], abs=0.1)
+        assert {"imports", "loading the weights", "compiling the programs"} <= phases.keys()
+        assert line["first_token_seconds"] >= line["ready_seconds"]
+    table = (tmp_path / "table.md").read_text()
+    assert table.startswith("| s | cold | warm | second |\n|---|---|---|---|\n| first token | ")
 
 
-def test_a_start_that_cannot_be_is_a_fault_with_its_reason(capsys: pytest.CaptureFixture[str]):
-    assert start.main([*SMALL, "--tp=3", "--starts=1"]) == 1
-    assert "tp is 3 but cpu_devices only 2" in capsys.readouterr().out
+def test_what_is_wrong_with_starts():
+    timeline = StartTimeline(total=3.0, phases={"imports": 2.0, "rest": 1.0}, within={"XLA": 0.5})
+    cold = start.Start(
+        case=start.COLD, ready_seconds=3.0, first_token_seconds=3.5, cpu_seconds=4.0, first_token=7, changed_files=9,
+        timeline=timeline,
+    )  # fmt: skip
+    second = dataclasses.replace(cold, case=start.SECOND, changed_files=0, first_token_seconds=2.5)
+    assert not start._problem([cold, second])
+    assert "different first tokens" in start._problem([cold, dataclasses.replace(second, first_token=8)])
+    assert "wrote to it" in start._problem([cold, dataclasses.replace(second, changed_files=1)])
+    slower = dataclasses.replace(cold, first_token_seconds=5.5)
+    table = start.table_of([cold, slower, cold, second])
+    assert "| first token | 3.50 | 2.50 |" in table and "| of it, over threads: XLA | 0.50 | 0.50 |" in table

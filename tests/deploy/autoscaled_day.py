@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-STEP_SECONDS = 15  # of the autoscaler's control loop
+STEP_SECONDS = 15  # period of the autoscaler's control loop
 DAY_SECONDS = 86_400
-SLOTS, RUN_SECONDS = 64, 20.0  # of a replica: requests at a time, and time of each
+SLOTS, RUN_SECONDS = 64, 20.0  # a replica's requests at a time, and time of each
 START_SECONDS = 180  # from the decision to the first request
 PROMISED_SECONDS = 5.0  # waiting time within which a request counts as served well
 _TOLERANCE = 0.1
@@ -65,7 +65,7 @@ class Day:
     num_replicas: int = 2
     waiting: float = 0.0
     running: float = 0.0
-    ready_at: deque[float] = field(default_factory=deque)  # of replicas that are starting
+    ready_at: deque[float] = field(default_factory=deque)  # when starting replicas are ready
     recommended: deque[tuple[float, int]] = field(default_factory=deque)
     changes: list[tuple[float, int]] = field(default_factory=list)
     num_requests: float = 0.0

@@ -24,10 +24,10 @@ from meshserve.runtime.cluster.follower_metrics import FollowerState, follower_r
 from meshserve.runtime.cluster.membership import Membership
 from meshserve.runtime.cluster.stream_client import FollowingStats
 from meshserve.runtime.commands import cli
-from meshserve.runtime.expert_counts.balance import ExpertBalance
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.options.toml_file import read_toml
-from meshserve.runtime.planning.report import Asked, planner_of
+from meshserve.runtime.plan.report import PlanRequest, planner_of
+from meshserve.runtime.program.expert_balance import ExpertBalance
 from meshserve.runtime.telemetry.metrics import Metrics, ServerState
 from meshserve.sharding.chips import GIB
 from tests.waiting import WAIT_SECONDS
@@ -153,7 +153,7 @@ def plan(config: ServeConfig) -> tuple[float, int]:
     """Returns GiB of weights and cache tokens per 80 GB device; raises if the TP size or the memory does not fit."""
     name = Path(config.model).name.lower()
     config = dataclasses.replace(config, model=name)
-    found = planner_of(Asked(config=config, target=f"h100:{config.tp}")).plan()
+    found = planner_of(PlanRequest(config=config, target=f"h100:{config.tp}")).plan()
     return found.weight_bytes / GIB, found.served_tokens
 
 
@@ -288,6 +288,7 @@ def metric_names() -> set[str]:
     load = Load(num_running=1, num_waiting=1, num_pages=2, num_free_pages=1)
     metrics = Metrics()
     metrics.read_state = lambda: ServerState(info=info, load=load)
+    metrics.read_task_failures = lambda: {"engine": 0}
     one = np.ones(1, np.int64)
     balance = ExpertBalance(expert_tokens=one, device_tokens=one, expert_imbalance=1.0, device_imbalance=1.0)
     metrics.read_expert_balance = lambda: balance

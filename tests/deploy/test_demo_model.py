@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +23,8 @@ from meshserve.deploy.demo.documents import (
 )
 from meshserve.deploy.demo.export import load_parameters
 from meshserve.deploy.demo.network import NetworkConfig, forward, parameter_shapes, token_losses
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
 
-MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 MAX_DIRECTORY_BYTES = 8_000_000
 
 # From a play that was held out from training.
@@ -85,11 +84,11 @@ THE END
 def tokenizer():
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(MODEL)
+    return AutoTokenizer.from_pretrained(DEMO_DIRECTORY)
 
 
 def test_directory_is_small_and_complete():
-    names = {path.name for path in MODEL.iterdir()}
+    names = {path.name for path in DEMO_DIRECTORY.iterdir()}
     assert names == {
         "config.json",
         "generation_config.json",
@@ -98,11 +97,11 @@ def test_directory_is_small_and_complete():
         "tokenizer_config.json",
         "chat_template.jinja",
     }
-    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= MAX_DIRECTORY_BYTES
+    assert sum(path.stat().st_size for path in DEMO_DIRECTORY.iterdir()) <= MAX_DIRECTORY_BYTES
 
 
 def test_config_describes_a_small_qwen3():
-    config = json.loads((MODEL / "config.json").read_text())
+    config = json.loads((DEMO_DIRECTORY / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["model_type"] == "qwen3"
     assert config["dtype"] == "bfloat16"
@@ -114,13 +113,13 @@ def test_config_describes_a_small_qwen3():
 
 
 def test_weights_match_the_config():
-    parameters = load_parameters(MODEL)
+    parameters = load_parameters(DEMO_DIRECTORY)
     assert {name: value.shape for name, value in parameters.items()} == parameter_shapes(NetworkConfig())
     assert sum(value.size for value in parameters.values()) == 3_050_304
 
 
 def test_generation_ends_at_both_end_tokens(tokenizer):
-    generation = json.loads((MODEL / "generation_config.json").read_text())
+    generation = json.loads((DEMO_DIRECTORY / "generation_config.json").read_text())
     assert generation["eos_token_id"] == tokenizer.convert_tokens_to_ids([END_OF_TEXT, IM_END])
     assert generation["do_sample"] is True
 
@@ -176,7 +175,7 @@ def test_dialogues_follow_the_chat_template_and_swap_roles():
     as_user = "".join(chats).count(f"{IM_START}user\nMadam.{IM_END}\n")
     as_assistant = "".join(chats).count(f"{IM_START}assistant\nMadam.{IM_END}\n")
     assert (as_user, as_assistant) == (1, 1)
-    assert (MODEL / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    assert (DEMO_DIRECTORY / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 
 def test_tokenizer_training_covers_every_byte():
@@ -188,7 +187,7 @@ def test_tokenizer_training_covers_every_byte():
 def test_held_out_verse_is_likely(tokenizer):
     """Our forward pass (without torch) is well below ln(2048) = 7.62 nats per token, the loss of a uniform guess."""
     ids = np.asarray([[0, *tokenizer(VERSE).input_ids]])
-    losses = token_losses(forward(load_parameters(MODEL), ids[:, :-1], NetworkConfig()), ids[:, 1:])
+    losses = token_losses(forward(load_parameters(DEMO_DIRECTORY), ids[:, :-1], NetworkConfig()), ids[:, 1:])
     assert float(losses.mean()) < 0.6 * math.log(2048)
 
 
@@ -196,12 +195,12 @@ def test_transformers_gives_the_same_logits_and_a_low_loss(tokenizer):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(DEMO_DIRECTORY, dtype=torch.float32).eval()
     ids = np.asarray([[0, *tokenizer(VERSE).input_ids]])
     with torch.no_grad():
         output = model(torch.tensor(ids), labels=torch.tensor(ids))
     assert output.loss.item() < 0.6 * math.log(2048)
-    ours = forward(load_parameters(MODEL), ids, NetworkConfig())
+    ours = forward(load_parameters(DEMO_DIRECTORY), ids, NetworkConfig())
     np.testing.assert_allclose(np.asarray(ours), output.logits.numpy(), atol=2e-4)
 
 
@@ -209,7 +208,7 @@ def test_transformers_generates_a_reply_that_ends(tokenizer):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_DIRECTORY)
     assert model.dtype == torch.bfloat16
     messages = [{"role": "user", "content": "Good morrow, my lord."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

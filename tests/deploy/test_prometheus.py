@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from meshserve.runtime.client.client import Client
-from meshserve.runtime.gateway.gateway_child import free_port
+from tests.listening import free_port
 from tests.waiting import WAIT_SECONDS, wait_for
 
 from .manifests import DEPLOY, tool

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from meshserve.runtime.commands import cli
-from meshserve.runtime.kv_events.feed import block_hash
+from meshserve.runtime.telemetry.kv_events.feed import block_hash
 
 
 def _answer(file: Path, engines: list) -> None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshserve.deploy import demo
-from meshserve.runtime.gateway.gateway_child import free_port
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
 from tests.fleet import audited_replica
+from tests.listening import free_port
 from tests.waiting import WAIT_SECONDS, wait_for
 
-MODEL = Path(demo.__file__).with_name("model")
+MODEL = DEMO_DIRECTORY
 SMG = shutil.which("smg", path=str(Path(sys.executable).parent)) or shutil.which("smg")
 PAGE_SIZE = 16
 _OPTIONS = (
@@ -96,7 +96,7 @@ def start(folder: Path, *options: str) -> Replica:
 
 @contextlib.contextmanager
 def replicas(folder: Path, num_replicas: int, *options: str) -> Iterator[list[Replica]]:
-    """Runs replicas until the block ends. Those appended to the list meanwhile are ended, too."""
+    """Runs replicas until the block ends. Those appended to the list meanwhile are also ended."""
     running: list[Replica] = []
     try:
         for number in range(num_replicas):  # one after another: the first fills the cache of compiled programs

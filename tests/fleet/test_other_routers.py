@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from meshserve.runtime.client.client import Client
-from meshserve.runtime.gateway.gateway_child import free_port
 from tests.fleet.replicas import MODEL, Replica, replicas
+from tests.listening import free_port
 from tests.waiting import WAIT_SECONDS, wait_for
 
 PROMPT = "HAMLET:\nTo be, or not to be, that is the"

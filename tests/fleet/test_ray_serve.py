@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from meshserve.runtime.client.client import CallError, Client
-from meshserve.runtime.gateway.gateway_child import free_port
+from tests.listening import free_port
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray comes with the extra ray")

@@ -14,7 +14,7 @@ from tests.waiting import wait_for
 
 NUM_STREAMS, MAX_TOKENS = 1_000, 24
 LEAST_GAP = 1e-3  # nats
-MOST_ROUNDS = 20  # of the same prompts: streams go on until every replica has been replaced
+MOST_ROUNDS = 20  # rounds of the same prompts; streams go on until every replica has been replaced
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_no_stream_fails_while_each_replica_is_replaced(way: str, run: int, expe
             else:
                 fleet.append(in_place(entry, old, folder))
             at.append(load.num_done)
-        wait_for(lambda: fleet[-1].metric("meshserve_decode_tokens_total"))  # streams reach the last one, too
+        wait_for(lambda: fleet[-1].metric("meshserve_decode_tokens_total"))  # streams also reach the last one
         is_changed.set()
         sender.join()
         served = [replica.metric("meshserve_decode_tokens_total") for replica in fleet[3:]]

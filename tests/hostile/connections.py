@@ -1,6 +1,7 @@
-"""Connections that are no proper HTTP/2, or proper and of no good intent.
+"""Connections that are no proper HTTP/2 or HTTP, or proper and of no good intent.
 
-To add one, add an entry to `CONNECTIONS`: what is sent on how many connections, and how they end.
+To add one, add an entry to `CONNECTIONS`, or to `HTTP_CONNECTIONS` for the ports that speak HTTP: what is sent on how
+many connections, and how they end.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
@@ -20,7 +22,8 @@ GENERATE = "/meshserve.v1.InferenceService/Generate"
 WATCH = "/grpc.health.v1.Health/Watch"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9
-_END_STREAM, _END_HEADERS = 1, 4
+_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
+_CANCEL = 8  # why a stream is reset
 _INITIAL_WINDOW_SIZE = 4
 _MAX_WINDOW = 2**31 - 1
 
@@ -30,18 +33,21 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def _field(name: bytes, value: bytes) -> bytes:
-    """Returns a header field without compression; both parts have less than 127 bytes."""
-    return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
+def _field(name: bytes, value: bytes, kind: int = 0) -> bytes:
+    """Returns a header field that is not compressed; both parts have less than 127 bytes. Kind 0x40 is remembered."""
+    return bytes([kind, len(name)]) + name + bytes([len(value)]) + value
+
+
+def _fields(path: str, tenant: str) -> dict[str, str]:
+    return {
+        ":method": "POST", ":scheme": "http", ":path": path, ":authority": "a", "te": "trailers",
+        "content-type": "application/grpc", "authorization": f"Bearer {tenant}",
+    }  # fmt: skip
 
 
 def headers(path: str = GENERATE, tenant: str = "attacker") -> bytes:
     """Returns the header fields of a call."""
-    fields = {
-        ":method": "POST", ":scheme": "http", ":path": path, ":authority": "a", "te": "trailers",
-        "content-type": "application/grpc", "authorization": f"Bearer {tenant}",
-    }  # fmt: skip
-    return b"".join(_field(name.encode(), value.encode()) for name, value in fields.items())
+    return b"".join(_field(name.encode(), value.encode()) for name, value in _fields(path, tenant).items())
 
 
 def beginning(window: int = 65_535) -> bytes:
@@ -61,12 +67,18 @@ def calls(number: int, request: Message, window: int, path: str = GENERATE) -> b
     )
 
 
-def resets(number: int) -> bytes:
-    """Returns calls that are each reset at once."""
-    return beginning() + b"".join(
-        frame(_HEADERS, _END_HEADERS, stream, headers()) + frame(_RST_STREAM, 0, stream, struct.pack(">I", 8))
-        for stream in range(1, 2 * number, 2)
-    )
+def resets(number: int, path: str = GENERATE, tenant: str = "attacker") -> bytes:
+    """Returns calls that are each reset at once: 29 bytes a call after the first, whose fields the others repeat."""
+    fields = _fields(path, tenant)
+    new = b"".join(_field(name.encode(), value.encode(), 0x40) for name, value in fields.items())
+    known = bytes(0x80 + 62 + index for index in reversed(range(len(fields))))  # 62 is the one that came last
+    call = frame(_HEADERS, _END_HEADERS, 0, known) + frame(_RST_STREAM, 0, 0, struct.pack(">I", _CANCEL))
+    calls = np.tile(np.frombuffer(call, np.uint8), (number - 1, 1))
+    streams = np.arange(3, 2 * number, 2, dtype=">u4").view(np.uint8).reshape(-1, 4)
+    for place in (5, 9 + len(known) + 5):
+        calls[:, place : place + 4] = streams
+    first = frame(_HEADERS, _END_HEADERS, 1, new) + frame(_RST_STREAM, 0, 1, struct.pack(">I", _CANCEL))
+    return beginning(_MAX_WINDOW) + frame(_SETTINGS, _ACK) + first + calls.tobytes()
 
 
 @dataclass(frozen=True)
@@ -146,4 +158,64 @@ CONNECTIONS: Mapping[str, Connections] = {
     "answers that may not be sent": Connections(calls(8, _UNREAD, 0), 1),
     "health that may not be sent": UNREAD_HEALTH,
     "answers that are not read": Connections(calls(8, _UNREAD, _MAX_WINDOW), 1),
+}
+
+_GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer crowd\r\n"
+_CHUNKED = b"Transfer-Encoding: chunked\r\n"
+_UPGRADE = b"Connection: Upgrade\r\nUpgrade: %b\r\n"
+_WEBSOCKET = _UPGRADE % b"websocket" + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+_ASKED = b'{"prompt": [300], "max_tokens": 1}'
+_LENGTH = b"Content-Length: %d\r\n" % len(_ASKED)
+
+HTTP_CONNECTIONS: Mapping[str, Connections] = {
+    "silent": Connections(b"", 500),
+    "silent and half closed": Connections(b"", 100, is_half_closed=True),
+    "TLS": Connections(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 50, 100),
+    "an HTTP/2 preface": Connections(beginning() + frame(_PING, payload=b"12345678") * 100, 100),
+    "an upgrade to HTTP/2": Connections(_GET + _UPGRADE % b"h2c" + b"HTTP2-Settings: AAMAAABk\r\n\r\n" + PREFACE),
+    "a websocket and rubbish": Connections(_GET + _WEBSOCKET + b"\r\n" + b"\x82" * 1_000_000, 20),
+    "a websocket of a request": Connections(_POST + _WEBSOCKET + _LENGTH + b"\r\n" + b"\x82" * 1_000_000, 20),
+    "half a line": Connections(b"GET /hea", 100),
+    "headers that never come": Connections(_GET, 200),
+    "headers, a byte at a time": Connections(_GET + b"\r\n", 50, piece_bytes=2),
+    "a body, a byte at a time": Connections(_POST + _LENGTH + b"\r\n" + _ASKED, 50, piece_bytes=4),
+    "bodies that never come": Connections(_POST + _LENGTH + b"\r\n", 200),
+    "bodies that stop": Connections(_POST + b"Content-Length: 15000000\r\n\r\n" + b"[" * 300_000, 50),
+    "chunks that never end": Connections(_POST + _CHUNKED + b"\r\n" + b"1\r\na\r\n" * 1_000, 100),
+    "a chunk of 2^60 bytes": Connections(_POST + _CHUNKED + b"\r\nfffffffffffffff\r\n" + b"a" * 100_000, 20),
+    "a long chunk extension": Connections(_POST + _CHUNKED + b"\r\n1;" + b"a" * 1_000_000, 20),
+    "trailers that never end": Connections(_POST + _CHUNKED + b"\r\n0\r\n" + b"a: b\r\n" * 100_000, 20),
+    "headers of 1 MB": Connections(_GET + b"X: " + b"a" * 1_000_000, 20),
+    "100,000 headers": Connections(_GET + b"X: a\r\n" * 100_000, 20),
+    "a path of 1 MB": Connections(b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n", 20),
+    "waiting for leave": Connections(_POST + b"Expect: 100-continue\r\n" + _LENGTH + b"\r\n", 100),
+    "many requests at once": Connections((_GET + b"\r\n") * 5_000, 20),
+    "many requests that are queued": Connections((_POST + _LENGTH + b"\r\n" + _ASKED) * 200, 10),
+    "reset": Connections(_GET + b"\r\n", 200, is_reset=True),
+    "requests that are reset": Connections(_POST + _LENGTH + b"\r\n" + _ASKED, 200, is_reset=True),
+    "zeros": Connections(b"\0" * 100_000, 20),
+}
+
+# Requests of which two readers may see different ends, or different requests. Each has another request inside.
+_INNER = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+AMBIGUOUS: Mapping[str, bytes] = {
+    "a length and chunks": _POST + b"Content-Length: 5\r\n" + _CHUNKED + b"\r\n0\r\n\r\n" + _INNER,
+    "chunks and a length": _POST + _CHUNKED + b"Content-Length: 5\r\n\r\n0\r\n\r\n" + _INNER,
+    "two lengths": _POST + b"Content-Length: 0\r\nContent-Length: %d\r\n\r\n" % len(_INNER) + _INNER,
+    "a list of lengths": _POST + b"Content-Length: 0, %d\r\n\r\n" % len(_INNER) + _INNER,
+    "a length with a sign": _POST + b"Content-Length: +0\r\n\r\n" + _INNER,
+    "a negative length": _POST + b"Content-Length: -1\r\n\r\n" + _INNER,
+    "a length in hexadecimal": _POST + b"Content-Length: 0x0\r\n\r\n" + _INNER,
+    "a folded line": _POST + b"X: a\r\n Content-Length: 0\r\n\r\n" + _INNER,
+    "a space before the colon": _POST + b"Content-Length : 0\r\n\r\n" + _INNER,
+    "a header without a colon": _POST + b"Content-Length\r\n\r\n" + _INNER,
+    "a zero in a header": _POST + b"X: a\0b\r\n\r\n" + _INNER,
+    "a carriage return in a header": _POST + b"X: a\rContent-Length: 0\r\n\r\n" + _INNER,
+    "another coding": _POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + _INNER,
+    "chunks twice": _POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n" + _INNER,
+    "a chunk that is longer": _POST + _CHUNKED + b"\r\n1\r\nab\r\n0\r\n\r\n" + _INNER,
+    "a size with a sign": _POST + _CHUNKED + b"\r\n+1\r\na\r\n0\r\n\r\n" + _INNER,
+    "another version": b"GET /health HTTP/3.7\r\nHost: localhost\r\n\r\n" + _INNER,
+    "no version": b"GET /health\r\n\r\n" + _INNER,
 }

@@ -51,11 +51,11 @@ class Flood:
     Attributes:
       method: Name of a method of InferenceService, or the full name of another.
       request: What is sent; a function makes each request from its number.
-      tenant: Of the callers; "" sends no token.
+      tenant: The callers' tenant; "" sends no token.
       num_callers: How many call at the same time.
       timeout_seconds: Deadline of each call.
       num_messages: After how many messages a call is cancelled.
-      compression: Of the messages that are sent.
+      compression: How the messages are compressed.
     """
 
     method: str

@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2
 from meshserve.protos import inference_pb2 as pb
 from tests.hostile.corpus import random_constraint
 
-# Drain would do what it is asked; Watch never ends, and is among the floods.
-_LEFT_OUT = {"Drain", "Watch"}
+# Drain, Pause and Sleep would do what they are asked; Watch never ends, and is among the floods.
+_LEFT_OUT = {"Drain", "Pause", "Sleep", "Watch"}
 
 
 def methods_of(*files: Any) -> list[Any]:
@@ -97,7 +97,7 @@ def random_call(draw: random.Random, methods: Iterable[Any] = METHODS) -> tuple[
     return f"/{method.containing_service.full_name}/{method.name}", mutated(draw, data)
 
 
-VOCAB_SIZE = 2048  # of the demo model
+VOCAB_SIZE = 2048  # the demo model's
 _TOKEN_IDS = (0, 2, 300, 301, 500, VOCAB_SIZE - 1)
 # What a valid request may ask for: the ends of each range, and what is usual.
 SAMPLING: dict[str, Any] = {

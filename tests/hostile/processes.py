@@ -28,6 +28,16 @@ class Process:
         templates, workers = worker_processes(self.process_id)
         return _pss_bytes(self.process_id), sum(map(_pss_bytes, [*templates, *workers]))
 
+    def reset_peak(self) -> None:
+        """Has `peak_bytes` begin again."""
+        Path(f"/proc/{self.process_id}/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        """Returns the most memory that the server has had at a time."""
+        text = Path(f"/proc/{self.process_id}/status").read_text()
+        [kib] = [int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM:")]
+        return kib * 1024
+
 
 def worker_processes(server: int) -> tuple[list[int], list[int]]:
     """Returns the processes from which the workers of constraints are forked (one, normally), and the workers."""

@@ -22,17 +22,17 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.client.client import Client
 from tests import checkpoints
-from tests.hostile.neighbour import Neighbour
+from tests.hostile.neighbour import STREAMS, Neighbour
 from tests.hostile.processes import Process, worker_processes
 from tests.waiting import wait_for
 
 MAX_CONTEXT = 256
-NUM_NEIGHBOUR_TOKENS = 32  # of each of its streams, prompt and output
-# Of the tenant "attacker". All of its quota must be free again after an attack.
+NUM_NEIGHBOUR_TOKENS = 32  # in each of its streams, prompt and output
+# Limits of the tenant "attacker". All of its quota must be free again after an attack.
 MAX_REQUESTS = 32
 MAX_TOKENS = MAX_REQUESTS * MAX_CONTEXT
 
-MAX_WORKER_BYTES = 64 << 20  # of a process in which constraints run
+MAX_WORKER_BYTES = 64 << 20  # per process in which constraints run
 
 # What each tenant may do, as lines of the tokens file. The token of a tenant is its name.
 TENANTS = {
@@ -43,7 +43,8 @@ TENANTS = {
     "operator": 'permissions = ["admin", "info", "inference"]',
 }
 _OPTIONS = (
-    "--port=0", "--gateway-port=0", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--num-pages=64",
+    "--port=0", "--gateway-port=0", "--openai-port=0", "--http-port=0",
+    "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--num-pages=64",
     "--max-running=8", "--max-step-tokens=32", f"--max-context={MAX_CONTEXT}", "--max-waiting=256",
     f"--constraint-memory-mib={MAX_WORKER_BYTES >> 20}", "--cache-dir=",
 )  # fmt: skip
@@ -85,12 +86,14 @@ class Served:
 
     Attributes:
       gaps: What the neighbour saw, by attack and kind of stream: times between two messages, in seconds.
-      first: Likewise, times to the first message.
+      first: Times to the first message, in the same form.
     """
 
     process: subprocess.Popen
     target: str
     gateway: str  # address of the gateway port
+    openai: str  # of OpenAI's API
+    probes: str  # of the port for probes and metrics
     log: Path
     neighbour: Neighbour
     gaps: dict[tuple[str, str], list[float]] = field(default_factory=dict)
@@ -105,13 +108,14 @@ class Served:
         self._base = self.main.counts()
 
     @contextlib.contextmanager
-    def under_attack(self, name: str, num_streams: int = 1) -> Iterator[None]:
+    def under_attack(self, name: str, num_streams: int = 1, kinds: Sequence[str] = tuple(STREAMS)) -> Iterator[None]:
         """Runs an attack beside the polite neighbour, and checks what it has seen and what is left.
 
         Args:
           num_streams: How many streams of the neighbour begin and end meanwhile, at least.
+          kinds: Their kinds.
         """
-        self.neighbour.begin()
+        self.neighbour.begin(kinds)
         try:
             yield
             self.neighbour.wait_for_streams(num_streams)
@@ -179,7 +183,7 @@ def check_quota_is_free(target: str) -> None:
         def is_free() -> bool:
             """Requests that have just been cancelled may still be counted, and the first may end before the last come.
 
-            Nobody reads these calls, so the client learns of those that are refused, but not of those that end.
+            These calls are not read, so the client learns of those that are refused, but not of those that end.
             """
             nonlocal refused, num_accepted
             calls = [stub.Generate(whole, metadata=bearer("attacker")) for _ in range(MAX_REQUESTS)]
@@ -234,7 +238,8 @@ def serving(folder: Path, *options: str, num_layers: int = 1) -> Iterator[Served
             said += line
             if "answers gateways on" in line:
                 break
-        found = re.search(r"listens on (\S+)\n.*gateways on (\S+)", said)
-        assert found is not None, said + log.read_text()
-        neighbour = stack.enter_context(Neighbour(found[1], NUM_NEIGHBOUR_TOKENS))
-        yield Served(process, found[1], found[2], log, neighbour)
+        addresses = dict(re.findall(r"(listens|gateways|OpenAI's API|probes) on (?:http://)?([\d.:]+)", said))
+        assert len(addresses) == 4, said + log.read_text()
+        target, openai = addresses["listens"], addresses["OpenAI's API"]
+        neighbour = stack.enter_context(Neighbour(target, openai, NUM_NEIGHBOUR_TOKENS))
+        yield Served(process, target, addresses["gateways"], openai, addresses["probes"], log, neighbour)

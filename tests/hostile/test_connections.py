@@ -1,4 +1,4 @@
-"""Connections that are no proper HTTP/2, and callers who never read. See `connections.CONNECTIONS`."""
+"""Connections that are not proper HTTP/2, and callers that never read. See `connections.CONNECTIONS`."""
 
 import pytest
 

@@ -1,9 +1,11 @@
-"""Hostile constraints: each costs its own caller, and nobody else."""
+"""Hostile constraints: each costs its own caller, and no other."""
 
 import asyncio
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,8 +13,8 @@ import pytest
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from tests.hostile.corpus import CORPUS, random_constraint
 from tests.hostile.floods import generate
-from tests.hostile.served import Served, bearer
-from tests.waiting import WAIT_SECONDS
+from tests.hostile.served import MAX_WORKER_BYTES, Served, bearer
+from tests.waiting import WAIT_SECONDS, wait_for
 
 Code = grpc.StatusCode
 _NUM_CALLERS = 8
@@ -54,6 +56,17 @@ async def compile_all(target: str, seeds: Iterator[int], max_tokens: int = 3) ->
 
         await asyncio.gather(*(caller() for _ in range(_NUM_CALLERS)))
     return ends
+
+
+def test_workers_end_before_the_server_where_memory_runs_out(served: Served):
+    """Each has a bound of its own, and is the first to be killed if all of them together are too much."""
+    wait_for(served.workers)
+    adjusted = {each: Path(f"/proc/{each}/oom_score_adj").read_text().strip() for each in served.workers()}
+    assert set(adjusted.values()) == {"1000"}
+    assert Path(f"/proc/{served.process.pid}/oom_score_adj").read_text().strip() != "1000"
+    for each in adjusted:
+        [data] = re.findall(r"^Max data size +(\d+) ", Path(f"/proc/{each}/limits").read_text(), re.MULTILINE)
+        assert MAX_WORKER_BYTES < int(data) < 8 * MAX_WORKER_BYTES  # beside what it shares
 
 
 def test_random_constraints(served: Served, num_constraints: int):

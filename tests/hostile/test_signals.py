@@ -48,8 +48,8 @@ class Ending:
       requests: What is sent before, all at the same time.
       is_under_way: Whether the server is busy with it; takes the server, and the number of calls that have ended.
       codes: How these calls may end.
-      options: Of the server.
-      connections: That are open meanwhile.
+      options: The server's options.
+      connections: Those that are open meanwhile.
     """
 
     requests: Sequence[pb.GenerateRequest]

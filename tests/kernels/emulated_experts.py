@@ -28,10 +28,10 @@ class Scales(ctypes.Structure):
 
 
 class GatherArgs(ctypes.Structure):
-    """Mirrors the struct in expert_router.cuh."""
+    """Mirrors the struct in router.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "places", "rows", "scales")),
+        *((name, ctypes.c_void_p) for name in ("x", "slots", "rows", "scales")),
         ("stride", ctypes.c_int),
         ("sums", ctypes.c_void_p),
         *NORM,
@@ -112,16 +112,14 @@ def tensor_map(array: np.ndarray, sizes: tuple[int, int, int], rows: int) -> Ten
 
 
 def compiled(folder: Path) -> ctypes.CDLL:
-    sources = (
-        "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_parts.cuh", "expert_rings.cuh",
-        "router_part.cuh", "rounding.cuh", "expert_items.cuh", "expert_tiles.cuh", "expert_places.cuh",
-        "expert_narrow_tiles.cuh", "expert_fp8_tiles.cuh", "expert_single.cuh", "expert_router.cuh",
-    )  # fmt: skip
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
-    of_clusters = (("RouterMemory", "shared_rows"), ("TilesMemory", "shared"))
+    of_clusters = (("router", "RouterMemory", "shared_rows"), ("wide_tiles", "TilesMemory", "shared"))
     memory = "*reinterpret_cast<{}*>({})"
-    replaced = [(memory.format(kind, name), memory.format(kind, f"of_block({name})")) for kind, name in of_clusters]
-    return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, replaced=replaced, flags=flags)
+    replaced = [
+        (f"experts/sm90/{file}.cuh", memory.format(kind, name), memory.format(kind, f"of_block({name})"))
+        for file, kind, name in of_clusters
+    ]
+    return on_host.compiled(folder, "experts.cpp", replaced=replaced, flags=flags)
 
 
 def rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

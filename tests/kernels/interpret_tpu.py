@@ -26,6 +26,8 @@ from meshserve.kernels.paged_attention import PagedBatch, cases, tpu, tpu_body, 
 from meshserve.kernels.paged_attention.context_split import by_remainder, held_by, merged, packed, seen_by
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, use_cpu_devices
 
+from .comparing import assert_has_values
+
 NUM_DEVICES = 4
 # jax 0.12 raises on races that earlier versions only counted.
 ON_RACE = {"on_race": "warn"} if "on_race" in {f.name for f in dataclasses.fields(pltpu.InterpretParams)} else {}
@@ -78,6 +80,8 @@ def check(case: cases.Case) -> dict[str, object]:
         expected = cases.expected_attention(one)
         error = max(error, float(np.linalg.norm(out - expected) / max(np.linalg.norm(expected), 1e-30)))
         is_padding = np.asarray(one.batch.positions) < 0
+        if not case.is_zero:
+            assert_has_values(expected[~is_padding])
         assert (out[is_padding] == 0).all()
         is_cache_right &= np.array_equal(cache, cases.expected_cache(one).astype(np.float64), equal_nan=True)
     return {"case": case.name, "error": error, "is_cache_right": is_cache_right, "races": races_found()}

@@ -16,39 +16,36 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on
 
 def compiled(
     folder: Path,
-    stand_ins: str,
     program: str,
-    *kernels: str,
-    replaced: Sequence[tuple[str, str]] = (),
+    *,
+    stand_ins: str = "emulated",
+    replaced: Sequence[tuple[str, str, str]] = (),
     flags: tuple[str, ...] = (),
 ) -> ctypes.CDLL:
-    """Builds the program of tests/kernels/`stand_ins` with the sources `kernels` of kernels/cuda, in an empty folder.
+    """Builds the program of tests/kernels/`stand_ins` with the sources of kernels/cuda, in an empty folder.
 
-    `replaced` lists (old, new) texts; each old text must occur exactly once in the sources.
+    Files of `stand_ins` take the place of those that have the same path in kernels/cuda. `replaced` lists (path in
+    kernels/cuda, old text, new text); each old text must occur exactly once in its file.
     """
     assert COMPILER is not None
-    for source in (Path(__file__).parent / stand_ins).iterdir():
-        shutil.copy(source, folder)
-    texts = {kernel: (build.SOURCES / kernel).read_text() for kernel in kernels}
-    for old, new in replaced:
-        assert sum(text.count(old) for text in texts.values()) == 1, old
-        texts = {kernel: text.replace(old, new) for kernel, text in texts.items()}
+    texts: dict[str, str] = {}
+    for kernel, old, new in replaced:
+        text = texts.get(kernel) or (build.SOURCES / kernel).read_text()
+        assert text.count(old) == 1, (kernel, old)
+        texts[kernel] = text.replace(old, new)
     for kernel, text in texts.items():
+        (folder / kernel).parent.mkdir(parents=True, exist_ok=True)
         (folder / kernel).write_text(text)
-    library = folder / "program.so"
-    numbers = str(Path(__file__).parent / "emulated_numbers")
-    options = ["-std=c++20", "-I", numbers, "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *flags]
-    subprocess.run([COMPILER, *options, folder / program, "-o", library], check=True)
+    library, here = folder / "program.so", Path(__file__).parent
+    searched = (folder, here / stand_ins, here / "emulated_numbers", build.SOURCES)
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *flags]
+    source = here / stand_ins / program
+    subprocess.run([COMPILER, *options, *(f"-I{path}" for path in searched), source, "-o", library], check=True)
     return ctypes.CDLL(str(library))
 
 
 def compiled_projection(folder: Path, program: str) -> ctypes.CDLL:
     """Builds a program of tests/kernels/emulated around projection.cuh, in an empty folder."""
-    sources = (
-        "weight_formats.cuh", "quantised.cuh", "split_product.cuh", "integer_product.cuh", "e4m3_cache.cuh", "p2p.cuh",
-        "expert_choices.cuh", "expert_parts.cuh", "router_part.cuh", "rounding.cuh", "context_parts.cuh",
-        "attention_tiles.cuh", "head_attention.cuh", "projection.cuh",
-    )  # fmt: skip
-    memory = "extern __shared__ __align__(1024) uint8_t ring[];"
-    replaced = [(memory, "uint8_t* const ring = of_block(ring_memory);")]
-    return compiled(folder, "emulated", program, *sources, replaced=replaced)
+    memory = "extern __shared__ __align__(1024) uint8_t pipeline[];"
+    replaced = [("projection/sm90/projection.cuh", memory, "uint8_t* const pipeline = of_block(pipeline_memory);")]
+    return compiled(folder, program, replaced=replaced)

@@ -2,11 +2,14 @@
 // small enough for all blocks of all ranks to run at once; otherwise a waiting rank would keep the one it waits for
 // from starting. All kernels are loaded first, because CUDA waits for the device when it loads a kernel at its first
 // launch.
+#include <algorithm>
+#include <cstdio>
 #include <vector>
 
-#include "launch.cuh"
-#include "preload.cuh"
-#include "two_shot.cuh"
+#include "collectives/two_shot.cuh"
+#include "layers/step.cuh"
+
+extern "C" int meshserve_load_kernels(const int* ordinals, int num, char* error, int size);
 
 using namespace meshserve;
 
@@ -18,7 +21,8 @@ struct Mesh {
   Mesh(int num, size_t bytes) : streams(num), groups(num) {
     int device = 0;
     cudaGetDevice(&device);
-    load_kernels(&device, 1);
+    char error[1000];
+    if (!meshserve_load_kernels(&device, 1, error, sizeof(error))) fprintf(stderr, "%s\n", error);
     cudaMalloc(&memory, num * (bytes + 256));
     cudaMemset(memory, 0xFF, num * bytes);
     cudaMemset(memory + num * bytes, 0, num * 256);
@@ -47,6 +51,10 @@ struct Mesh {
   int* stalled = nullptr;
 };
 
+int blocks_of_a_rank(int threads, int block_threads, int num) {
+  return std::min((threads + block_threads - 1) / block_threads, 2 * num_multiprocessors() / num);
+}
+
 }  // namespace
 
 // Arrays of each rank: weights[rank * 8 + i] in the order of Weights, the cache, and the x to be replaced.
@@ -68,7 +76,7 @@ extern "C" int run_layers(const Ranks* ranks, const Shapes* shapes, float epsilo
   for (uint8_t*& buffer : scratch) cudaMalloc(&buffer, scratch_bytes);
   for (int repeat = 0; repeat < repeats; ++repeat) {
     for (int rank = 0; rank < ranks->num; ++rank) {
-      Step step(*shapes, Tuning{}, mesh.streams[rank]);
+      Step<Bf16Weights> step(*shapes, Tuning{}, mesh.streams[rank]);
       auto weight = [&](int i) { return static_cast<const bf16*>(ranks->weights[rank * 8 + i]); };
       step.weights = {weight(0), weight(1), weight(2), weight(3), weight(4), weight(5), weight(6), weight(7)};
       step.cache = {ranks->caches[rank], false, ranks->page_table, ranks->positions};
@@ -91,17 +99,14 @@ extern "C" int run_layers(const Ranks* ranks, const Shapes* shapes, float epsilo
 extern "C" int run_one_shots(int num, int pairs, int repeats, int is_sum, const uint2* in, uint2* out, char* error,
                              int size) {
   Mesh mesh(num);
-  const int blocks = std::min((pairs + kP2PThreads - 1) / kP2PThreads, kMaxP2PBlocks / num);
+  const auto kernel = is_sum ? kernel_of<one_shot_kernel<true>>() : kernel_of<one_shot_kernel<false>>();
+  const int blocks = blocks_of_a_rank(pairs, kP2PThreads, num);
   const size_t out_pairs = is_sum ? pairs : num * pairs;
   for (int repeat = 0; repeat < repeats; ++repeat) {
     for (int rank = 0; rank < num; ++rank) {
       const size_t call = static_cast<size_t>(rank) * repeats + repeat;
       OneShotArgs args = {mesh.groups[rank], in + call * pairs, out + call * out_pairs, pairs};
-      if (is_sum) {
-        one_shot_kernel<true><<<blocks, kP2PThreads, 0, mesh.streams[rank]>>>(args);
-      } else {
-        one_shot_kernel<false><<<blocks, kP2PThreads, 0, mesh.streams[rank]>>>(args);
-      }
+      kernel.function<<<blocks, kP2PThreads, 0, mesh.streams[rank]>>>(args);
     }
   }
   const cudaError_t status = cudaDeviceSynchronize();
@@ -111,13 +116,13 @@ extern "C" int run_one_shots(int num, int pairs, int repeats, int is_sum, const 
 // All-reduces in two shots `repeats` times: in and out [num, repeats, num, chunk].
 extern "C" int run_two_shots(int num, int chunk, int repeats, const uint4* in, uint4* out, char* error, int size) {
   Mesh mesh(num, two_shot_inbox_bytes(num));
-  const auto kernel = num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>;
-  const int blocks = std::min((chunk + kTwoShotThreads - 1) / kTwoShotThreads, kMaxP2PBlocks / num);
+  const auto kernel = num == 2 ? kernel_of<two_shot_kernel<2>>() : kernel_of<two_shot_kernel<4>>();
+  const int blocks = blocks_of_a_rank(chunk, kTwoShotThreads, num);
   for (int repeat = 0; repeat < repeats; ++repeat) {
     for (int rank = 0; rank < num; ++rank) {
       const size_t first = (static_cast<size_t>(rank) * repeats + repeat) * num * chunk;
       const TwoShotArgs args = {mesh.groups[rank], in + first, out + first, chunk};
-      kernel<<<blocks, kTwoShotThreads, 0, mesh.streams[rank]>>>(args);
+      kernel.function<<<blocks, kTwoShotThreads, 0, mesh.streams[rank]>>>(args);
     }
   }
   const cudaError_t status = cudaDeviceSynchronize();

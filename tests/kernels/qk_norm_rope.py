@@ -8,7 +8,9 @@ import numpy as np
 
 from meshserve.kernels.linear import rms_norm
 from meshserve.kernels.paged_attention import PagedBatch, RopeSettings, write_kv
-from meshserve.runtime.layers.rope import rotate
+from meshserve.runtime.model.layers.rope import rotate
+
+from .comparing import assert_has_values
 
 NUM_LAYERS, LAYER = 3, 1
 # Tolerance relative to a head's largest element: one bfloat16 step, because the squares are summed in another order.
@@ -85,5 +87,6 @@ def check(inputs: Inputs, q: np.ndarray, cache: np.ndarray) -> None:
 
 def _assert_close(got: np.ndarray, wanted: np.ndarray) -> None:
     got, wanted = got.astype(np.float32), wanted.astype(np.float32)
+    assert_has_values(wanted)
     assert np.abs(got - wanted).max() <= STEP * np.abs(wanted).max()
     assert (got == wanted).mean() > 0.9

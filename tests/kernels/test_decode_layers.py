@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from meshserve.kernels import decode_layers
-from meshserve.kernels.decode_layers import LayerWeights, cases, reference
+from meshserve.kernels.decode_layers import LayerWeights, cases, reference, sm90_calls
 from meshserve.kernels.linear import cases as linear_cases
 from meshserve.kernels.linear.cases import exact_matrix
+from meshserve.kernels.linear.formats import SCALE
 from meshserve.kernels.p2p import P2PGroup
 
+from .comparing import assert_has_values
 from .mesh_layers import AXIS, layers_over, mesh_of, placed
 
 SMALL = [case for case in cases.CASES if case.embed <= 256 and sum(case.lengths) <= 160]
-QUANTISED = [case for case in cases.quantised_cases() if case.embed <= 256 and sum(case.lengths) <= 264]
+QUANTIZED = [case for case in cases.quantized_cases() if case.embed <= 256 and sum(case.lengths) <= 264]
 
 # As one program: each operation by itself takes several times as long to compile.
 decode_layers_at_once = jax.jit(reference.decode_layers, static_argnames="settings")
@@ -68,7 +70,7 @@ def naive_layers(inputs: cases.Inputs) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rows), cache
 
 
-@pytest.mark.parametrize("case", SMALL + QUANTISED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SMALL + QUANTIZED, ids=lambda case: case.name)
 def test_reference_is_the_float64_computation(case):
     inputs = cases.make_inputs(case, seed=1, dtype=jnp.float32)
     inputs = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, rotary_scale=1.1))
@@ -77,6 +79,7 @@ def test_reference_is_the_float64_computation(case):
         inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies, settings=inputs.settings
     )
     real = np.asarray(inputs.batch.positions) >= 0
+    assert_has_values(expected_x[real])
     np.testing.assert_allclose(np.asarray(x)[real], expected_x[real], rtol=2e-4, atol=2e-4)
     assert np.isfinite(np.asarray(x)).all()
     np.testing.assert_allclose(np.asarray(cache), expected_cache, rtol=1e-3, atol=1e-3)  # NaN only where it was before
@@ -89,6 +92,7 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
     x, cache = inputs.x, inputs.cache
     for layers in (range(0, 1), range(1, 2)):
         x, cache, _ = reference.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
+    assert_has_values(whole[0])
     np.testing.assert_array_equal(x, whole[0])
     np.testing.assert_array_equal(cache, whole[1])
 
@@ -104,6 +108,7 @@ def test_layers_over_a_p2p_group_are_the_layers_on_one_device(num_devices):
     p2p = P2PGroup(axis=AXIS, ordinals=tuple(range(num_devices)))
     rows, cache = layers_over(mesh, reference, inputs, p2p)(*placed(inputs, mesh))
     rows = np.asarray(rows).reshape(num_devices, *whole.shape)
+    assert_has_values(whole)
     for row in rows:
         np.testing.assert_array_equal(row, rows[0])
     np.testing.assert_allclose(rows[0], whole, rtol=2e-4, atol=2e-4)
@@ -118,7 +123,7 @@ def test_cuda_says_why_it_cannot_run_here():
 
 
 def test_unknown_implementation_is_named():
-    with pytest.raises(ValueError, match="'fast'; this build has reference, cuda"):
+    with pytest.raises(ValueError, match="'fast'; this build has cuda, reference"):
         decode_layers.implementation("fast")
 
 
@@ -135,7 +140,7 @@ def test_unknown_implementation_is_named():
 def test_unsupported_shapes_are_named(change, reason):
     case = dataclasses.replace(cases.CASES[0], **change)
     inputs = cases.make_inputs(case, seed=0, dtype=jnp.bfloat16)
-    assert reason in decode_layers.unsupported_reason(inputs.weights, inputs.cache)
+    assert reason in sm90_calls.unsupported_reason(inputs.weights, inputs.cache)
 
 
 def shapes_of(case: cases.Case) -> cases.Inputs:
@@ -147,29 +152,29 @@ def test_every_bfloat16_case_is_supported_and_float32_is_not():
     for case in cases.CASES:
         if case.embed <= 512:
             inputs = shapes_of(case)
-            assert decode_layers.unsupported_reason(inputs.weights, inputs.cache) is None
+            assert sm90_calls.unsupported_reason(inputs.weights, inputs.cache) is None
     inputs = cases.make_inputs(cases.CASES[0], seed=0, dtype=jnp.float32)
-    assert "is float32" in decode_layers.unsupported_reason(inputs.weights, inputs.cache)
+    assert "is float32" in sm90_calls.unsupported_reason(inputs.weights, inputs.cache)
 
 
-def test_every_quantised_case_is_supported():
-    for case in cases.quantised_cases():
+def test_every_quantized_case_is_supported():
+    for case in cases.quantized_cases():
         if case.embed <= 512:
             inputs = shapes_of(case)
-            assert decode_layers.unsupported_reason(inputs.weights, inputs.cache) is None
+            assert sm90_calls.unsupported_reason(inputs.weights, inputs.cache) is None
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"o": ("plain", (1, 1))}, "o is not quantised, but down is"),
-        ({"o": ("int4", (1, 32))}, "some matrices are quantised to FP8, others to 4 bits"),
+        ({"o": ("plain", (1, 1))}, "o is not quantized, but down is"),
+        ({"o": ("int4", (1, 32))}, "matrices are fp8 and int4; all must have the same format"),
         ({"down": ("fp8", (128, 32))}, "a scale of down covers 32 columns"),
         ({"down": ("fp8", (128, 96))}, "a scale of down covers 96 columns"),
         ({name: ("int4", (1, 16)) for name in ("qkv", "o", "gate_up", "down")}, "covers 16 columns"),
     ],
 )
-def test_unsupported_quantisation_is_named(fields, reason):
+def test_unsupported_quantization_is_named(fields, reason):
     case = dataclasses.replace(cases.CASES[1], weights="fp8-block")
     inputs = cases.make_inputs(case, seed=0, dtype=jnp.bfloat16)
 
@@ -179,12 +184,14 @@ def test_unsupported_quantisation_is_named(fields, reason):
             name="", kind=kind, block=block, leading=tuple(leading), rows=rows, columns=columns, dtype="bfloat16"
         )
         weight = linear_cases.make_inputs(made, seed=0).weight
-        return weight._replace(scale=weight.scale.astype(jnp.bfloat16)) if kind != "plain" else weight
+        if kind == "plain":
+            return weight
+        return dataclasses.replace(weight, grids={**weight.grids, SCALE: weight.scale.astype(jnp.bfloat16)})
 
     weights = inputs.weights._replace(
         **{name: other(getattr(inputs.weights, name), *kind) for name, kind in fields.items()}
     )
-    assert reason in decode_layers.unsupported_reason(weights, inputs.cache)
+    assert reason in sm90_calls.unsupported_reason(weights, inputs.cache)
 
 
 def test_prompt_layers_are_decode_layers_token_by_token():
@@ -206,5 +213,6 @@ def test_prompt_layers_are_decode_layers_token_by_token():
             row, decoded, _ = decode_layers_at_once(x[place][None], arguments[0], decoded, token, arguments[1], **known)
             expected[place] = row[0]
     real = np.asarray(batch.positions) >= 0
+    assert_has_values(expected[real])
     np.testing.assert_allclose(np.asarray(out)[real], expected[real], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(np.asarray(cache), np.asarray(decoded), rtol=1e-4, atol=1e-4)

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from meshserve.kernels.cuda import build
-from meshserve.kernels.decode_layers import DecodeBatch, cases, gpu, reference
-from meshserve.kernels.experts import gpu as experts_gpu
-from meshserve.kernels.linear import QuantisedMatrix, RMSNorm, silu_product
-from meshserve.kernels.linear import gpu as linear_gpu
+from meshserve.kernels.decode_layers import DecodeBatch, cases, reference
+from meshserve.kernels.decode_layers import sm90_calls as sm90
+from meshserve.kernels.experts import sm90 as experts_sm90
+from meshserve.kernels.linear import RMSNorm, silu_product
+from meshserve.kernels.linear import sm90 as linear_sm90
 from meshserve.kernels.paged_attention import PagedBatch, RopeSettings
-from meshserve.kernels.paged_attention import gpu as attention_gpu
+from meshserve.kernels.paged_attention import sm90 as attention_sm90
+
+from .comparing import assert_has_values
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 BOUND = 1e-2  # limit of ||out - reference|| / ||reference||; bfloat16 rounding alone gives 2e-3 to 5e-3
-ALL_CASES = (*cases.CASES, *cases.quantised_cases())
+ALL_CASES = (*cases.CASES, *cases.quantized_cases())
 case_parameter = pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 
 
@@ -37,6 +40,7 @@ def expect(function, *arguments, **known):
 
 def relative_error(out, expected) -> float:
     out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
+    assert_has_values(expected)
     return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
@@ -70,7 +74,7 @@ def check_cache(inputs: cases.Inputs, cache, expected, num_layers_written: int, 
 def test_whole_stack(case):
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
-    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
+    run = jax.jit(functools.partial(sm90.decode_layers, settings=inputs.settings))
     x, cache, chosen = run(*arguments)
     expected_x, expected_cache, expected_chosen = expect(reference.decode_layers, *arguments, settings=inputs.settings)
     real = np.asarray(inputs.batch.positions) >= 0
@@ -82,7 +86,7 @@ def test_whole_stack(case):
         is_same = with_the_same_experts(np.asarray(chosen)[:, real], np.asarray(expected_chosen)[:, real])
         before, out, expected = before[is_same], out[is_same], expected[is_same]
     # In tiles, experts' 8-bit weights are multiplied with activations rounded to e4m3: 4 to 5 % of what experts add.
-    is_by_rows = len(case.lengths) <= experts_gpu.FEW_TOKENS and case.embed in (2048, 4096)
+    is_by_rows = len(case.lengths) <= experts_sm90.FEW_TOKENS and case.embed in (2048, 4096)
     rounding = 0.06 if case.num_experts and case.weights and not is_by_rows else 0.0
     added = np.linalg.norm(expected - before) / np.linalg.norm(before)
     assert relative_error(out, expected) < BOUND + rounding * added
@@ -98,8 +102,8 @@ def test_whole_stack(case):
     np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(x))  # bitwise equal: no races
 
 
-# As wide steps attend. Without it, single calls of very many decodes attend by blocks that stay, in another order.
-UNDIVIDED = gpu.LaunchShape(attention_splits=1)
+# As in wide steps. Without it, single calls of many decodes use persistent attention, which sums in another order.
+UNDIVIDED = sm90.LaunchShape(attention_splits=1)
 
 
 def by_single_calls(x, weights, cache, batch, inverse_frequencies, *, settings):
@@ -110,13 +114,13 @@ def by_single_calls(x, weights, cache, batch, inverse_frequencies, *, settings):
     rope = RopeSettings(*gains, jnp.cos(angles), jnp.sin(angles), settings.epsilon)
 
     def product(x, stack, layer, **known):
-        return linear_gpu.linear(x, QuantisedMatrix(stack.data[layer], stack.scale[layer]), **known)
+        return linear_sm90.linear(x, jax.tree.map(lambda part: part[layer], stack), **known)
 
     for layer in range(weights.qkv.shape[0]):
         norm = RMSNorm(weights.input_norm[layer], settings.epsilon)
         rows = product(x, weights.qkv, layer, prologue=norm)
-        q, cache = attention_gpu.qk_norm_rope(rows, cache, tokens, rope, layer=layer)
-        attended = gpu.attention(q, cache, batch, settings=settings, layer=layer, launch=UNDIVIDED)
+        q, cache = attention_sm90.qk_norm_rope(rows, cache, tokens, rope, layer=layer)
+        attended = sm90.attention(q, cache, batch, settings=settings, layer=layer, launch=UNDIVIDED)
         x = product(attended, weights.o, layer, residual=x)
         halves = product(x, weights.gate_up, layer, prologue=RMSNorm(weights.post_norm[layer], settings.epsilon))
         x = product(halves, weights.down, layer, prologue=silu_product, residual=x)
@@ -146,13 +150,13 @@ WIDE_CASES_AND_SCALES = [(case, "float32") for case in WIDE_CASES] + [(WIDE_CASE
 )
 def test_wide_steps_give_the_bits_of_single_calls(case, scale_dtype, monkeypatch):
     """The kernels are the same, but for attention, which rounds its result itself; here they are launched early."""
-    monkeypatch.setattr(gpu, "CACHED_LAYER_BYTES", 0)
+    monkeypatch.setattr(sm90, "CACHED_LAYER_BYTES", 0)
     inputs = inputs_of(case)
     weights = jax.tree.map(lambda a: a.astype(scale_dtype) if a.dtype == jnp.float32 else a, inputs.weights)
-    assert len(case.lengths) in gpu.WIDE_TOKENS
-    assert gpu.has_wide_steps(weights, case.head_dim)
+    assert len(case.lengths) in sm90.WIDE_TOKENS
+    assert sm90.has_wide_steps(weights, case.head_dim)
     arguments = (inputs.x, weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
-    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
+    run = jax.jit(functools.partial(sm90.decode_layers, settings=inputs.settings))
     x, cache, _ = run(*arguments)
     expected, expected_cache = jax.jit(functools.partial(by_single_calls, settings=inputs.settings))(*arguments)
     assert np.isfinite(np.asarray(x, np.float32)).all()
@@ -166,10 +170,10 @@ def test_wide_steps_give_the_bits_of_single_calls(case, scale_dtype, monkeypatch
 @pytest.mark.parametrize("num_tokens", [65, 100])
 def test_wide_steps_are_the_layers_on_rounded_activations(num_tokens, monkeypatch):
     """Numbers of tokens that are padded, against float32 activations that are not rounded."""
-    monkeypatch.setattr(gpu, "CACHED_LAYER_BYTES", 0)
+    monkeypatch.setattr(sm90, "CACHED_LAYER_BYTES", 0)
     inputs = inputs_of(wide_case(f"wide-{num_tokens}", *range(num_tokens)))
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
-    x, cache, _ = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))(*arguments)
+    x, cache, _ = jax.jit(functools.partial(sm90.decode_layers, settings=inputs.settings))(*arguments)
     expected, expected_cache, _ = expect(reference.decode_layers, *arguments, settings=inputs.settings)
     before = np.asarray(inputs.x, np.float32)[1:]  # the first request is padding
     out, expected = np.asarray(x, np.float32)[1:], np.asarray(expected)[1:]
@@ -196,7 +200,7 @@ SINGLE_CASES = (
 def test_17_to_64_tokens_are_the_layers_on_rounded_activations(case):
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
-    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
+    run = jax.jit(functools.partial(sm90.decode_layers, settings=inputs.settings))
     x, cache, _ = run(*arguments)
     expected, expected_cache, _ = expect(reference.decode_layers, *arguments, settings=inputs.settings)
     real = np.asarray(inputs.batch.positions) >= 0
@@ -219,7 +223,7 @@ PROMPTS = {  # tokens of each request, and how many of them the step computes
 }
 
 
-SMALLEST = {"embed": 1024, "kv_heads": 8, "mlp": 3072, "page_size": 64}  # of the 0.6B
+SMALLEST = {"embed": 1024, "kv_heads": 8, "mlp": 3072, "page_size": 64}  # the 0.6B's
 
 
 @pytest.mark.parametrize("sizes", [{}, SMALLEST, {"group": 4}, SMALLEST | {"cache_dtype": "float8_e4m3fn"}])
@@ -231,7 +235,7 @@ def test_prompt_layers(name, sizes):
     batch = cases.prompt_batch(case, inputs, num_new, num_padding=-sum(num_new) % 64)
     x = jnp.asarray(np.random.default_rng(5).standard_normal((batch.positions.shape[0], case.embed)), jnp.bfloat16)
     arguments = (x, inputs.weights, inputs.cache, batch, inputs.inverse_frequencies)
-    run = jax.jit(functools.partial(gpu.prompt_layers, settings=inputs.settings))
+    run = jax.jit(functools.partial(sm90.prompt_layers, settings=inputs.settings))
     out, cache = run(*arguments)
     expected, expected_cache = expect(reference.prompt_layers, *arguments, settings=inputs.settings)
     real = np.asarray(batch.positions) >= 0
@@ -258,22 +262,22 @@ def test_parts(case):
         assert relative_error(np.asarray(out, np.float32)[real], np.asarray(expected)[real]) < BOUND
 
     known = {"settings": settings, "layer": layer}
-    q, cache = gpu.qkv(inputs.x, weights, inputs.cache, batch, inputs.inverse_frequencies, **known)
+    q, cache = sm90.qkv(inputs.x, weights, inputs.cache, batch, inputs.inverse_frequencies, **known)
     expected_q, expected_cache = expect(
         reference.qkv, inputs.x, weights, inputs.cache, batch, inputs.inverse_frequencies, **known
     )
     check(q, expected_q)
     check_cache(inputs, cache, expected_cache, 1)
-    attended = gpu.attention(q, cache, batch, **known)
+    attended = sm90.attention(q, cache, batch, **known)
     check(attended, expect(reference.attention, q, cache, batch, **known))
     assert not np.asarray(attended, np.float32)[~real].any()
     for residual in (inputs.x, None):
-        out = gpu.output(attended, weights, residual, layer=layer)
+        out = sm90.output(attended, weights, residual, layer=layer)
         check(out, expect(reference.output, attended, weights, residual, layer=layer))
-    activated = gpu.gate_up(inputs.x, weights, **known)
+    activated = sm90.gate_up(inputs.x, weights, **known)
     check(activated, expect(reference.gate_up, inputs.x, weights, **known))
     for residual in (inputs.x, None):
-        out = gpu.down(activated, weights, residual, layer=layer)
+        out = sm90.down(activated, weights, residual, layer=layer)
         check(out, expect(reference.down, activated, weights, residual, layer=layer))
 
 
@@ -286,7 +290,7 @@ def test_attention_does_not_depend_on_its_splits(name, splits):
     q = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
     cache = jnp.where(jnp.isnan(inputs.cache), 0.5, inputs.cache)  # including the current tokens' positions
     known = {"settings": inputs.settings, "layer": 1}
-    out = gpu.attention(q, cache, inputs.batch, launch=gpu.LaunchShape(attention_splits=splits), **known)
+    out = sm90.attention(q, cache, inputs.batch, launch=sm90.LaunchShape(attention_splits=splits), **known)
     assert relative_error(out, expect(reference.attention, q, cache, inputs.batch, **known)) < BOUND
 
 
@@ -299,7 +303,7 @@ def test_attention_of_many_requests_whose_blocks_stay(group):
     q = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
     cache = jnp.where(jnp.isnan(inputs.cache), 0.5, inputs.cache)  # including the current tokens' positions
     known = {"settings": inputs.settings, "layer": 0}
-    attend = jax.jit(functools.partial(gpu.attention, **known))
+    attend = jax.jit(functools.partial(sm90.attention, **known))
     out = attend(q, cache, inputs.batch)
     assert relative_error(out, expect(reference.attention, q, cache, inputs.batch, **known)) < BOUND
     for _ in range(3):
@@ -321,11 +325,11 @@ def test_projections_do_not_depend_on_their_launch(name, splits, blocks_per_stag
     case = next(case for case in cases.CASES if case.name == name)
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
-    launch = gpu.LaunchShape(
+    launch = sm90.LaunchShape(
         qkv_splits=splits, o_splits=splits, gate_up_splits=splits, down_splits=splits, blocks_per_stage=blocks_per_stage
     )
-    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
-    tuned = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings, launch=launch))
+    run = jax.jit(functools.partial(sm90.decode_layers, settings=inputs.settings))
+    tuned = jax.jit(functools.partial(sm90.decode_layers, settings=inputs.settings, launch=launch))
     real = np.asarray(inputs.batch.positions) >= 0
     out, expected = (np.asarray(function(*arguments)[0], np.float32)[real] for function in (tuned, run))
     assert relative_error(out, expected) < BOUND
@@ -345,8 +349,8 @@ HALVED_CASES = (*(case for case in cases.CASES if case.name in HALVED), *STAYING
 def test_halves_of_a_batch_on_two_streams_give_the_same_result(case):
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
-    launch = gpu.LaunchShape(streams=2)
-    halves = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings, launch=launch))
+    launch = sm90.LaunchShape(streams=2)
+    halves = jax.jit(functools.partial(sm90.decode_layers, settings=inputs.settings, launch=launch))
     x, cache, _ = halves(*arguments)
     expected_x, expected_cache, _ = expect(reference.decode_layers, *arguments, settings=inputs.settings)
     real = np.asarray(inputs.batch.positions) >= 0
@@ -358,10 +362,10 @@ def test_halves_of_a_batch_on_two_streams_give_the_same_result(case):
 
 def test_more_ranges_than_blocks_are_refused():
     inputs = inputs_of(next(case for case in cases.CASES if case.name == "batch-16"))
-    launch = gpu.LaunchShape(down_splits=8)  # the projection has 384 columns
+    launch = sm90.LaunchShape(down_splits=8)  # the projection has 384 columns
     with pytest.raises(jax.errors.JaxRuntimeError, match="down: at most one range for each 64 columns"):
         jax.block_until_ready(
-            gpu.decode_layers(
+            sm90.decode_layers(
                 inputs.x,
                 inputs.weights,
                 inputs.cache,
@@ -377,12 +381,12 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
     case = dataclasses.replace(cases.CASES[1], num_layers=4)
     inputs = cases.make_inputs(case, seed=4, dtype=jnp.bfloat16)
     fixed = (inputs.batch, inputs.inverse_frequencies)
-    whole_x, whole_cache, _ = gpu.decode_layers(
+    whole_x, whole_cache, _ = sm90.decode_layers(
         inputs.x, inputs.weights, inputs.cache, *fixed, settings=inputs.settings
     )
     x, cache = inputs.x, inputs.cache
     for layers in (range(0, 1), range(1, 4)):
-        x, cache, _ = gpu.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
+        x, cache, _ = sm90.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
     np.testing.assert_array_equal(np.asarray(x), np.asarray(whole_x))
     np.testing.assert_array_equal(np.asarray(cache, np.float32), np.asarray(whole_cache, np.float32))
 
@@ -390,7 +394,7 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
 def test_a_row_does_not_depend_on_the_rest_of_its_batch():
     case = next(case for case in cases.CASES if case.name == "qwen3-0.6b-layer")
     inputs = inputs_of(case)
-    run = functools.partial(gpu.decode_layers, settings=inputs.settings)
+    run = functools.partial(sm90.decode_layers, settings=inputs.settings)
     x, *_ = run(inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     masked = DecodeBatch(inputs.batch.positions.at[1:].set(-1), inputs.batch.page_table)
     alone, *_ = run(inputs.x, inputs.weights, inputs.cache, masked, inputs.inverse_frequencies)
@@ -399,7 +403,7 @@ def test_a_row_does_not_depend_on_the_rest_of_its_batch():
 
 def test_a_donated_cache_is_updated_in_place():
     inputs = cases.make_inputs(cases.CASES[1], seed=5, dtype=jnp.bfloat16)
-    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings), donate_argnums=2)
+    run = jax.jit(functools.partial(sm90.decode_layers, settings=inputs.settings), donate_argnums=2)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     text = run.lower(*arguments).compile().as_text()
     shape = "bf16[" + ",".join(map(str, inputs.cache.shape)) + "]"

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from meshserve.kernels.experts import cases, reference
+from meshserve.kernels.router import RouterOptions
+from meshserve.kernels.router.reference import choose
 
 from . import emulated_experts, on_host
+from .comparing import assert_has_values
 from .emulated_experts import NORM, SCALE_TYPES, GatherArgs, Scales, Stack, ordered, rounded, stack, tensor_map
 
 pytestmark = on_host.needs_compiler
@@ -19,8 +22,12 @@ pytestmark = on_host.needs_compiler
 _SIZES = ("num_tokens", "num_chosen", "num_experts", "rows", "columns")
 
 
+def normalized(num_chosen: int) -> RouterOptions:
+    return RouterOptions(num_chosen=num_chosen, is_normalized=True)
+
+
 class Args(ctypes.Structure):
-    """Mirrors the struct in expert_parts.cuh."""
+    """Mirrors the struct in row_products.cuh."""
 
     _fields_ = [
         ("input", ctypes.c_void_p),
@@ -116,13 +123,14 @@ def test_rows_are_the_reference(
     experts = jax.jit(reference.experts, static_argnames=("layer", "num_experts"))
     expected = experts(jnp.asarray(normed), weights, inputs.routing, layer=1, num_experts=case.num_experts)
     expected = residual.astype(np.float32) + np.asarray(expected)
+    assert_has_values(expected)
     np.testing.assert_allclose(found.astype(np.float32), expected, atol=0.02 * np.abs(expected).max(), rtol=0.02)
 
 
 @pytest.mark.parametrize(("num_chosen", "columns"), [(8, 768), (3, 2432), (1, 128)])
 def test_down_of_one_token_splits_activations(library: ctypes.CDLL, num_chosen: int, columns: int) -> None:
-    """Its result has the accuracy of bfloat16, whatever the number of rounds through the rings; activations have the
-    spread of a power of two for each 64 columns."""
+    """Its result has the accuracy of bfloat16, whatever the number of rounds through the pipelines; activations
+    have the spread of a power of two for each 64 columns."""
     rng, rows, bfloat16 = np.random.default_rng(12), 32, ml_dtypes.bfloat16
     experts = rng.permutation(9)[None, :num_chosen].astype(np.int32)
     weights = stack(rng.standard_normal((1, 9, rows, columns)) * columns**-0.5, is_fp8=True)
@@ -138,6 +146,7 @@ def test_down_of_one_token_splits_activations(library: ctypes.CDLL, num_chosen: 
     library.down(True, ctypes.byref(weights_map), ctypes.byref(args))
     values = weights.values[0, experts[0]].astype(np.float64)
     expected = np.einsum("erc,ec->r", values, activated.astype(np.float64))
+    assert_has_values(expected)
     error = np.linalg.norm(out[0].astype(np.float64) - expected) / np.linalg.norm(expected)
     assert error < 4e-3
 
@@ -146,11 +155,12 @@ def test_the_routers_weights_get_the_order_of_the_tokens(library: ctypes.CDLL) -
     weights = np.random.default_rng(10).standard_normal(256).astype(ml_dtypes.bfloat16)
     row = weights.copy()
     library.reorder(row.ctypes.data_as(ctypes.c_void_p))
+    assert_has_values(weights)
     np.testing.assert_array_equal(row, ordered(weights))
 
 
 class RouterPart(ctypes.Structure):
-    """Mirrors the struct in router_part.cuh."""
+    """Mirrors the struct in router_parts.cuh."""
 
     _fields_ = [*((name, ctypes.c_void_p) for name in ("router", "scores")), ("num_experts", ctypes.c_int)]
 
@@ -186,13 +196,13 @@ def test_scores_and_the_kernels_that_choose_by_them(
     library.score(x.ctypes.data_as(ctypes.c_void_p), tokens, embed, splits, ctypes.byref(part))
     x_parts, router_parts = (array.astype(np.float32).reshape(-1, parts, 128) for array in (x, router))
     expected = np.einsum("tpd,epd->tpe", x_parts, router_parts)
+    assert_has_values(expected)
     np.testing.assert_allclose(scores[:, :, :num_experts], expected, rtol=1e-3, atol=1e-4)
 
     normed_scores = scores.sum(axis=1) / np.sqrt(sums.sum(axis=1, keepdims=True) / 16 + 0.5)
-    shares, experts = jax.lax.top_k(jax.nn.softmax(normed_scores[:, :num_experts], axis=-1), num_chosen)
+    experts, shares = map(np.asarray, choose(normed_scores[:, :num_experts], normalized(num_chosen)))
     experts = np.where(positions[:, None] < 0, -1, experts).astype(np.int32)
-    shares = np.asarray(shares / shares.sum(axis=1, keepdims=True))
-    numbers = rng.standard_normal((1 << 16) + 1, np.float32)  # repeated, because so many take long to draw
+    numbers = rng.standard_normal((1 << 16) + 1, np.float32)  # repeated, because drawing all takes long
     gate_up = stack(np.resize(numbers, (1, num_experts, 2, mlp, embed)) * embed**-0.5, is_fp8)
     down = stack(np.resize(numbers, (1, num_experts, embed, mlp)) * mlp**-0.5, is_fp8)
     results, published = [], np.repeat(np.array([[0], [7]], np.int32), num_chosen, axis=1)
@@ -222,7 +232,7 @@ def test_scores_and_the_kernels_that_choose_by_them(
 
 
 class RouterArgs(ctypes.Structure):
-    """Mirrors the struct in expert_router.cuh."""
+    """Mirrors the struct in router.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("scaled", "router", "sums", "positions")),
@@ -251,11 +261,11 @@ def test_the_router_chooses_the_best(
         shares.ctypes.data,
     )  # fmt: skip
     library.choose(ctypes.byref(args))
-    expected, experts = jax.lax.top_k(jax.nn.softmax(0.5 * scores[:, :num_experts], axis=-1), num_chosen)
-    if is_normalized:
-        expected /= expected.sum(axis=1, keepdims=True)
+    options = RouterOptions(num_chosen=num_chosen, is_normalized=is_normalized)
+    experts, expected = choose(0.5 * scores[:, :num_experts], options)
     np.testing.assert_array_equal(chosen[:4], experts[:4])
     np.testing.assert_array_equal(chosen[4], -1)
+    assert_has_values(expected[:4])
     np.testing.assert_allclose(shares[:4], expected[:4], rtol=1e-5)
 
 
@@ -288,12 +298,12 @@ def test_the_blocks_of_the_router_exchange_their_scores(
     library.route(is_fp8, ctypes.byref(args))
     is_real = positions >= 0
     scores = (x @ router.T)[is_real]
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :num_chosen]
-    np.testing.assert_array_equal(chosen[~is_real], -1)
-    np.testing.assert_array_equal(chosen[is_real], best)
     inverse_rms = 1 / np.sqrt(sums[is_real].sum(axis=1, keepdims=True) * 0.01 + 1.0)
-    expected = np.exp((np.take_along_axis(scores, best, axis=1) - scores.max(axis=1, keepdims=True)) * inverse_rms)
-    np.testing.assert_allclose(shares[is_real], expected / expected.sum(axis=1, keepdims=True), rtol=1e-4)
+    experts, expected = choose(scores.astype(np.float32) * inverse_rms, normalized(num_chosen))
+    np.testing.assert_array_equal(chosen[~is_real], -1)
+    np.testing.assert_array_equal(chosen[is_real], experts)
+    assert_has_values(expected)
+    np.testing.assert_allclose(shares[is_real], expected, rtol=1e-4)
     expected_rows = (x[is_real].astype(np.float32) * inverse_rms.astype(np.float32)).astype(bfloat16)
     if is_fp8:
         numbers, expected_scales = rounded(expected_rows)

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from meshserve.benchmarks.kernels.all_reduces import shares_of, wrong_elements
 from meshserve.kernels.cuda import build
-from meshserve.kernels.decode_layers import cases, gpu
+from meshserve.kernels.decode_layers import cases
 from meshserve.kernels.decode_layers import reference as layers_reference
+from meshserve.kernels.decode_layers import sm90_calls as sm90
 from meshserve.kernels.p2p import P2PGroup, reference
-from meshserve.kernels.p2p import gpu as p2p_gpu
+from meshserve.kernels.p2p import sm90 as p2p_sm90
+from meshserve.kernels.p2p.cases import shares_of, wrong_elements
 from tests.waiting import WAIT_SECONDS
 
+from .comparing import assert_has_values
 from .mesh_layers import AXIS, layers_over, mesh_of, placed
 
 REASON = build.unavailable_reason()
@@ -40,7 +42,7 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 
 @pytest.fixture(scope="module")
 def p2p(mesh: Mesh) -> P2PGroup:
-    return p2p_gpu.open_p2p_group(AXIS, list(mesh.devices.flat), patience_seconds=PATIENCE_SECONDS)
+    return p2p_sm90.open_p2p_group(AXIS, list(mesh.devices.flat), patience_seconds=PATIENCE_SECONDS)
 
 
 def over(mesh: Mesh, function, num_results: int = 1):
@@ -58,10 +60,11 @@ def test_all_reduce_is_the_rounded_float64_sum(mesh: Mesh, p2p: P2PGroup, kiloby
 
     def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = shares_of(rank[0], kilobytes, num_elements)
-        return x[None], p2p_gpu.p2p_all_reduce(x, p2p)[None]
+        return x[None], p2p_sm90.p2p_all_reduce(x, p2p)[None]
 
     shares, sums = (np.asarray(a, np.float64) for a in over(mesh, both, 2))
     exact = shares.sum(axis=0)
+    assert_has_values(exact)
     assert np.abs(sums - exact).max() <= np.abs(exact).max() * 2**-8
     assert np.linalg.norm(sums[0] - exact) <= 2**-8 * np.linalg.norm(exact)
     for row in sums[1:]:
@@ -71,7 +74,7 @@ def test_all_reduce_is_the_rounded_float64_sum(mesh: Mesh, p2p: P2PGroup, kiloby
 @pytest.mark.parametrize("kilobytes", [8, 64, 512, 4096])
 def test_thousands_of_all_reduces_are_right(mesh: Mesh, p2p: P2PGroup, kilobytes: int) -> None:
     """Compares every element on the device with the sum of what all ranks drew, bit for bit."""
-    add = partial(p2p_gpu.p2p_all_reduce, p2p=p2p)
+    add = partial(p2p_sm90.p2p_all_reduce, p2p=p2p)
     count = wrong_elements(mesh, add, num_elements=kilobytes * 512, tolerance=0.0, num_sums=3000)
     assert not np.asarray(count(0)).any()
 
@@ -80,7 +83,7 @@ def test_thousands_of_all_reduces_are_right(mesh: Mesh, p2p: P2PGroup, kilobytes
 def test_words_that_look_like_an_empty_slot_arrive(mesh: Mesh, p2p: P2PGroup, num_elements: int) -> None:
     def add(rank: jax.Array) -> jax.Array:
         bits = jnp.where(jnp.arange(num_elements) % 3 == 0, 0xFFFF, 0x3F80).astype(jnp.uint16)
-        return p2p_gpu.p2p_all_reduce(jax.lax.bitcast_convert_type(bits, jnp.bfloat16), p2p)[None]
+        return p2p_sm90.p2p_all_reduce(jax.lax.bitcast_convert_type(bits, jnp.bfloat16), p2p)[None]
 
     out = np.asarray(over(mesh, add), np.float32)
     assert np.isnan(out[:, ::3]).all()
@@ -90,7 +93,7 @@ def test_words_that_look_like_an_empty_slot_arrive(mesh: Mesh, p2p: P2PGroup, nu
 def test_all_gather(mesh: Mesh, p2p: P2PGroup) -> None:
     def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = (jnp.arange(34, dtype=jnp.int32).reshape(17, 2) + 1) * (1 - 2 * rank[0]) - 1 - (rank[0] == 0)
-        return p2p_gpu.p2p_all_gather(x, p2p)[None], reference.p2p_all_gather(x, p2p)[None]
+        return p2p_sm90.p2p_all_gather(x, p2p)[None], reference.p2p_all_gather(x, p2p)[None]
 
     got, expected = (np.asarray(a) for a in over(mesh, both, 2))
     np.testing.assert_array_equal(got[:, expected[0] != -1], expected[:, expected[0] != -1])
@@ -111,7 +114,7 @@ def test_layers_over_a_mesh_are_the_layers_on_one_device(mesh: Mesh, p2p: P2PGro
     inputs = cases.make_inputs(case, seed=3, dtype=jnp.bfloat16)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     real = np.asarray(inputs.batch.positions) >= 0
-    program = layers_over(mesh, gpu, inputs, p2p)
+    program = layers_over(mesh, sm90, inputs, p2p)
     on_mesh = placed(inputs, mesh)
     rows, cache = program(*on_mesh)
     rows = np.asarray(rows, np.float32).reshape(mesh.size, *inputs.x.shape)
@@ -133,16 +136,17 @@ def test_layers_over_a_mesh_are_the_layers_on_one_device(mesh: Mesh, p2p: P2PGro
 
 
 def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
+    assert_has_values(expected)
     return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
 LOST = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from meshserve.kernels.p2p import gpu
+from meshserve.kernels.p2p import sm90
 mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-p2p = gpu.open_p2p_group("x", jax.devices()[:2], patience_seconds=1.0)
-add = lambda x: gpu.p2p_all_reduce(x, p2p)
+p2p = sm90.open_p2p_group("x", jax.devices()[:2], patience_seconds=1.0)
+add = lambda x: sm90.p2p_all_reduce(x, p2p)
 absent = lambda x: jax.lax.cond(jax.lax.axis_index("x") == 1, lambda x: x, add, x)
 run = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("x"), check_vma=False))
 print(np.asarray(run(add)(jnp.ones(256, jnp.bfloat16)), np.float32)[0], flush=True)
@@ -150,7 +154,7 @@ try:
     jax.block_until_ready(run(absent)(jnp.ones(256, jnp.bfloat16)))
 except jax.errors.JaxRuntimeError as error:
     print("failed:", str(error).splitlines()[0][:200], flush=True)
-print(gpu.timeouts(), flush=True)
+print(sm90.timeouts(), flush=True)
 """
 
 

@@ -1,4 +1,4 @@
-"""Models the protocol of kernels/cuda/p2p.cuh and two_shot.cuh and checks every possible order of its steps.
+"""Models the protocol of p2p.cuh and two_shot.cuh and checks every possible order of its steps.
 
 A rank that has ended a round sends one word of the next round to every inbox; a word arrives at any later time. The
 kernel of a round takes one word from each of its rank's slots, its own first and the others in any order. Kernels of

@@ -10,6 +10,8 @@ import pytest
 
 from meshserve.kernels.paged_attention import cases, implementation, reference, write_kv
 
+from .comparing import assert_has_values
+
 SMALL = [case for case in cases.CASES if case.num_kv_tokens <= 400]
 MIXED = next(case for case in cases.CASES if case.name == "decodes-beside-chunks")
 
@@ -49,6 +51,8 @@ def test_attention_is_the_float64_computation(case):
     attended = attended.astype(np.float64)
     is_padding = np.asarray(inputs.batch.positions) < 0
     np.testing.assert_array_equal(attended[is_padding], 0.0)
+    if not case.is_zero:
+        assert_has_values(expected[~is_padding])
     error = np.abs(attended - expected)
     if case.dtype == "float32":
         assert np.linalg.norm(error) <= 1e-5 * np.linalg.norm(expected)
@@ -62,6 +66,7 @@ def test_what_lies_elsewhere_in_the_cache_changes_no_bit(garbage):
     _, expected = run(inputs)
     other = dataclasses.replace(inputs, cache=np.where(np.isnan(inputs.cache), np.float32(garbage), inputs.cache))
     _, attended = run(other)
+    assert_has_values(expected)
     np.testing.assert_array_equal(attended, expected)
 
 
@@ -80,6 +85,7 @@ def test_the_layer_may_be_an_argument_of_the_program():
     _, expected = run(inputs)
     attend = jax.jit(partial(reference.paged_attention, scale=inputs.scale))
     attended = attend(inputs.q, cases.expected_cache(inputs), inputs.batch, layer=jnp.int32(inputs.layer))
+    assert_has_values(expected)
     np.testing.assert_array_equal(attended, expected)
 
 
@@ -121,6 +127,8 @@ def test_no_more_pages_are_gathered_than_the_longest_request_owns(requests, num_
             jnp.asarray(inputs.q), cache, batch, layer=inputs.layer, scale=inputs.scale
         )
     assert cache.num_gathers == num_pages
+    if num_pages:  # otherwise no request has a token
+        assert_has_values(attended)
     np.testing.assert_allclose(attended, cases.expected_attention(inputs), atol=1e-5)
 
 
@@ -148,5 +156,5 @@ def test_an_implementation_that_cannot_run_here_says_why():
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(ValueError, match="'fast'; this build has reference"):
+    with pytest.raises(ValueError, match="'fast'; this build has cuda, portable, tpu, reference"):
         implementation("fast")

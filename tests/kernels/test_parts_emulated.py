@@ -1,4 +1,4 @@
-"""Tests kernels/cuda/prefill_parts.cuh compiled for the host: long contexts are split and merged correctly.
+"""Tests prefill_parts.cuh compiled for the host: long contexts are split and merged correctly.
 
 The parts are those of `plan_parts`. Blocks of concurrent threads leave partial results, and the last block merges them.
 """
@@ -13,6 +13,7 @@ from meshserve.kernels.paged_attention import cases
 from meshserve.kernels.paged_attention.tiles import most_slots, plan_parts
 
 from . import on_host
+from .comparing import assert_has_values
 
 pytestmark = on_host.needs_compiler
 NUM_SHARES = 16
@@ -30,6 +31,7 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in "num_tokens num_parts max_pages page_size kv_heads group".split()),
         *((name, ctypes.c_int) for name in "tile_tokens slot_rows box_tokens".split()),
         ("scale_log2", ctypes.c_float),
+        ("page_inverse", ctypes.c_uint32),
     ]
 
 
@@ -41,8 +43,8 @@ class Inputs(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("emulated")
-    return on_host.compiled(folder, "emulated", "parts.cpp", "prefill_parts.cuh", replaced=[EXP2])
+    replaced = [("attention/prefill_parts.cuh", *EXP2)]
+    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "parts.cpp", replaced=replaced)
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, scale: float) -> np.ndarray:
@@ -96,5 +98,6 @@ def test_what_parts_leave_behind_is_the_attention_over_all_keys(library, request
         request = token_request[token]
         expected = attention(q[token], k[request], v[request], positions[token], scale)
         scores = scale * np.einsum("kgh,nkh->kgn", q[token], k[request][: positions[token] + 1])
+        assert_has_values(expected)
         np.testing.assert_allclose(sums[token], np.log(np.exp(scores).sum(axis=-1)), rtol=1e-4)
         np.testing.assert_allclose(out[token].astype(np.float64), expected, rtol=0.01, atol=0.001)

@@ -1,5 +1,5 @@
 """Tests the projections of 32 or 64 tokens at a time, and of one token whose activations they split themselves
-(kernels/cuda/projection.cuh), compiled for the host: all blocks of a cluster with their ring, products, exchange of
+(projection.cuh), compiled for the host: all blocks of a cluster with their pipeline, products, exchange of
 sums and epilogues, without the asynchrony of the tensor cores.
 """
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from . import on_host
+from .comparing import assert_has_values
 from .emulated_experts import Scales, ordered, stack
 
 pytestmark = on_host.needs_compiler
@@ -99,6 +100,7 @@ def test_query_key_and_value(library: ctypes.CDLL, format: int, batch: int, spli
         cosine, sine = np.cos(angles)[:, None, None], np.sin(angles)[:, None, None]
         return np.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)
 
+    assert_has_values(heads)
     np.testing.assert_allclose(q.astype(np.float64), rotated(heads[:, :, :group], gains[0]), rtol=0.01, atol=0.01)
     expected = np.full(cache.shape, np.nan)
     real = positions >= 0
@@ -138,8 +140,10 @@ def test_output(library: ctypes.CDLL, format: int, batch: int, splits: int) -> N
         scaled_out=scaled.ctypes.data, sums_out=sums.ctypes.data,
     )  # fmt: skip
     library.project(format, False, ctypes.byref(problem))
+    assert_has_values(product)
     np.testing.assert_allclose(out.astype(np.float64), residual.astype(np.float64) + product, rtol=0.01, atol=0.01)
     expected = (out.astype(np.float32) * gain.astype(np.float32)).astype(BFLOAT16)
+    assert_has_values(expected)
     np.testing.assert_array_equal(scaled[:batch], expected if format == BF16 else ordered(expected))
     assert np.isnan(scaled[batch:].astype(np.float32)).all()
     tiles = out.astype(np.float32).reshape(batch, -1, 128)

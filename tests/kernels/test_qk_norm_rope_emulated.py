@@ -1,4 +1,4 @@
-"""Tests kernels/cuda/qk_norm_rope.cuh compiled for the host."""
+"""Tests qk_norm_rope.cuh compiled for the host."""
 
 import ctypes
 
@@ -28,10 +28,8 @@ class Args(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Compiles the kernel's source with a ptx.cuh for the host, and fewer threads."""
-    folder = tmp_path_factory.mktemp("emulated")
-    sources = ("weight_formats.cuh", "quantised.cuh", "e4m3_cache.cuh")
-    fewer = [("kThreads = 256", "kThreads = 128")]
-    return on_host.compiled(folder, "emulated", "qk_norm_rope.cpp", *sources, "qk_norm_rope.cuh", replaced=fewer)
+    fewer = [("attention/qk_norm_rope.cuh", "kThreads = 256", "kThreads = 128")]
+    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "qk_norm_rope.cpp", replaced=fewer)
 
 
 @pytest.mark.parametrize("case", steps.CASES, ids=str)

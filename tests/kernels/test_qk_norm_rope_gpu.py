@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from meshserve.kernels.cuda import build
-from meshserve.kernels.paged_attention import RopeSettings, gpu
+from meshserve.kernels.paged_attention import RopeSettings
+from meshserve.kernels.paged_attention.qk_norm_rope import qk_norm_rope
 from meshserve.kernels.paged_attention.storage import FP8
 
 from . import qk_norm_rope as steps
@@ -22,7 +23,7 @@ def test_heads_are_normalized_rotated_and_written_also_in_fp8(case: steps.Case) 
     @jax.jit
     def prepare(rows, cache, batch, arrays):
         settings = RopeSettings(*arrays, inputs.settings.epsilon)
-        return gpu.qk_norm_rope(rows, cache, batch, settings, layer=steps.LAYER)
+        return qk_norm_rope(rows, cache, batch, settings, layer=steps.LAYER)
 
     q, cache = prepare(inputs.rows, inputs.cache, inputs.batch, inputs.settings[:4])
     steps.check(inputs, np.asarray(q), np.asarray(cache))

@@ -1,4 +1,4 @@
-"""Tests kernels/cuda/readback.cuh compiled for the host, and the arrays that wait for what it has written."""
+"""Tests readback.cuh compiled for the host, and the arrays that wait for what it has written."""
 
 import ctypes
 import itertools
@@ -8,18 +8,18 @@ import jax
 import numpy as np
 import pytest
 
-from meshserve.kernels.readback import gpu
-from meshserve.kernels.readback.gpu import PendingTokens, PinnedTokens
+from meshserve.kernels.readback import cuda
+from meshserve.kernels.readback.cuda import PendingTokens, PinnedTokens
 
 from . import on_host
+from .comparing import assert_has_values
 
 pytestmark = on_host.needs_compiler
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("emulated")
-    return on_host.compiled(folder, "emulated_readback", "readback.cpp", "readback.cuh", flags=(f"-I{folder}",))
+    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "readback.cpp", stand_ins="emulated_readback")
 
 
 def write(library: ctypes.CDLL, step_number: int, tokens: np.ndarray) -> None:
@@ -27,6 +27,7 @@ def write(library: ctypes.CDLL, step_number: int, tokens: np.ndarray) -> None:
     library.write_tokens(
         ctypes.c_void_p(tokens.ctypes.data), step_number, ctypes.c_void_p(out.ctypes.data), len(tokens)
     )
+    assert_has_values(tokens)
     np.testing.assert_array_equal(out, tokens)
 
 
@@ -104,5 +105,5 @@ def test_steps_of_number_0_write_nothing(library: ctypes.CDLL, pinned: PinnedTok
 
 def test_step_numbers_are_positive_int32_for_ever(pinned: PinnedTokens, monkeypatch: pytest.MonkeyPatch) -> None:
     most = np.iinfo(np.int32).max
-    monkeypatch.setattr(gpu, "_step_counts", itertools.count(most - 2))
+    monkeypatch.setattr(cuda, "_step_counts", itertools.count(most - 2))
     assert [pinned.next_step_number() for _ in range(4)] == [most - 1, most, 1, 2]

@@ -1,11 +1,13 @@
-"""Tests kernels/cuda/threshold.cuh compiled for the host, with 64 CUDA threads."""
+"""Tests threshold.cuh compiled for the host, with 64 CUDA threads."""
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from . import on_host
+from .comparing import assert_has_values
 from .thresholds import FILTERS, keeps_the_right_tokens, key_of, parameters, rows
 
 pytestmark = on_host.needs_compiler
@@ -14,18 +16,17 @@ pytestmark = on_host.needs_compiler
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Compiles the kernel's source with a cuda_runtime.h for the host, fewer threads and less shared memory."""
-    folder = tmp_path_factory.mktemp("emulated")
+    kernel = "sampling/threshold.cuh"
     return on_host.compiled(
-        folder,
-        "emulated_threshold",
+        tmp_path_factory.mktemp("emulated"),
         "threshold.cpp",
-        "threshold.cuh",
+        stand_ins="emulated_threshold",
         replaced=[
-            ("kThreads = 1024", "kThreads = 64"),
-            ("kListed = 40 * 1024", "kListed = 256"),  # small, to cover rows with more equal values than fit
-            ("extern __shared__ uint32_t list[];", "static uint32_t list[kListed];"),
+            (kernel, "kThreads = 1024", "kThreads = 64"),
+            # Small, to cover rows with more equal values than fit.
+            (kernel, "kMaxListed = 40 * 1024", "kMaxListed = 256"),
+            (kernel, "extern __shared__ uint32_t list[];", "static uint32_t list[kMaxListed];"),
         ],
-        flags=(f"-I{folder}",),
     )
 
 
@@ -54,6 +55,7 @@ def test_rows_with_values_that_are_not_finite_spoil_no_other(library: ctypes.CDL
         spoiled[2 * index, index % 3 :: 7] = value
     spoiled[2 * 9] = np.nan
     found = find_thresholds(library, spoiled, **filters)
+    assert_has_values(logits)
     np.testing.assert_array_equal(found[1::2], find_thresholds(library, logits, **filters))
 
 
@@ -71,3 +73,13 @@ def test_top_k_is_exact_among_neighbours(library: ctypes.CDLL) -> None:
     order = np.sort(key_of(logits[0]))[::-1]
     for k in (1, 2, 39, 40, 41, 79, 80):
         assert find_thresholds(library, logits, top_k=k)[0] == order[k - 1]
+
+
+@pytest.mark.parametrize("block_kilobytes", [99, 163, 227], ids=["8.6, 8.9 and 12.x", "8.0 and 8.7", "9.0 and 10.x"])
+def test_the_list_fits_into_what_a_block_of_each_gpu_may_have(tmp_path: Path, block_kilobytes: int) -> None:
+    kernel = "sampling/threshold.cuh"
+    replaced = [(kernel, "extern __shared__ uint32_t list[];", "static uint32_t list[kMaxListed];")]
+    library = on_host.compiled(tmp_path, "threshold.cpp", stand_ins="emulated_threshold", replaced=replaced)
+    shared_bytes = library.shared_bytes(block_kilobytes * 1024)
+    assert shared_bytes <= block_kilobytes * 1024
+    assert shared_bytes >= min(0.98 * block_kilobytes, 160) * 1024, "the list is shorter than it could be"

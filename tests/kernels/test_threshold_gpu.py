@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshserve.kernels.cuda import build
-from meshserve.kernels.sampling import gpu
+from meshserve.kernels.sampling import cuda
 from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.program.sampling import SamplingBatch, sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
+from .comparing import assert_has_values
 from .thresholds import FILTERS, keeps_the_right_tokens, parameters, rows
 
 REASON = build.unavailable_reason()
@@ -24,8 +25,9 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("vocab", [151_936, 50_257])
 def test_a_row_keeps_what_its_filters_keep(vocab: int, filters: dict[str, float]) -> None:
     logits = rows(22, vocab)
-    find = jax.jit(gpu.find_threshold)
+    find = jax.jit(cuda.find_threshold)
     thresholds = np.asarray(find(logits, **parameters(22, **filters)))
+    assert_has_values(logits)
     for index, (row, threshold) in enumerate(zip(logits, thresholds, strict=True)):
         assert keeps_the_right_tokens(row, threshold, **filters), f"row {index}"
     again = np.asarray(find(np.concatenate([logits[::-1]] * 8), **parameters(8 * 22, **filters)))
@@ -54,6 +56,7 @@ def test_samples_are_those_of_xlas_search(filters: dict[str, float]) -> None:
         return np.asarray(jax.jit(program)(logits, params))
 
     expected = tokens(mode, None)
-    assert (tokens(mode, gpu.find_threshold) == expected).sum() >= num - 1
-    assert (tokens(jnp.int32(mode), gpu.find_threshold) == expected).sum() >= num - 1
-    assert (tokens(jnp.int32(SamplingMode.GREEDY), gpu.find_threshold) == np.asarray(logits.argmax(axis=1))).all()
+    assert_has_values(expected)
+    assert (tokens(mode, cuda.find_threshold) == expected).sum() >= num - 1
+    assert (tokens(jnp.int32(mode), cuda.find_threshold) == expected).sum() >= num - 1
+    assert (tokens(jnp.int32(SamplingMode.GREEDY), cuda.find_threshold) == np.asarray(logits.argmax(axis=1))).all()

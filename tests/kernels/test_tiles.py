@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshserve.kernels.cuda import build
-from meshserve.kernels.paged_attention import PagedBatch, cases, gpu
+from meshserve.kernels.paged_attention import PagedBatch, cases, sm90
 from meshserve.kernels.paged_attention.tiles import count_shares, most_slots, plan_parts
 
 
@@ -130,7 +130,7 @@ def test_a_program_of_many_layers_plans_once():
 def attend(*, group=4, head_dim=128, page_size=64, dtype="bfloat16", layer=0):
     q = jnp.zeros((1, 2, group, head_dim), dtype)
     cache = jnp.zeros((1, 1, 2, 2, page_size, head_dim), dtype)
-    return gpu.paged_attention(q, cache, batch_of([(1, 1)]), layer=layer, scale=1.0)
+    return sm90.paged_attention(q, cache, batch_of([(1, 1)]), layer=layer, scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,6 @@ def test_a_layer_must_be_compiled_in():
 
 def test_a_shape_it_takes_fails_only_for_want_of_jaxs_cuda_build(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    build.load.cache_clear()
+    build.loaded.cache_clear()
     with pytest.raises(build.KernelBuildError, match=r"need jax's CUDA build: install jax\[cuda13\]"):
         attend()

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshserve.deploy import demo
+from meshserve.runtime.api.adapters import AdapterCatalog, NoAdapters
 from meshserve.runtime.api.engine_api import ModelInfo
 from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
 from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.retrieval.retrieval_service import RetrievalEdge
-from meshserve.runtime.server.inference_service import Backend, Edge
+from meshserve.runtime.server.edge import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.server.method_permissions import new_access
 from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.telemetry.logs import is_worth_a_line
 from meshserve.runtime.text.grammar import Grammar, Grammars
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
 from tests.waiting import WAIT_SECONDS
 
 VOCAB_SIZE = 128
@@ -51,6 +51,10 @@ class Letters:
     """A tokenizer with one token per ASCII character."""
 
     max_token_chars = 200
+    chat_template = ""
+
+    def token_id(self, text: str) -> int | None:
+        return None
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode("ascii", "replace"))
@@ -101,6 +105,7 @@ class FakeEngine:
     pending: list[Output] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = True
+    adapters: AdapterCatalog = field(default_factory=NoAdapters)
 
     def check_room(self, tenant: str = "", weight: float = 1.0) -> None:
         if self.is_full:
@@ -192,11 +197,11 @@ class FakeEngine:
 @functools.cache
 def demo_grammars() -> Grammars:
     """Compiles grammars for a different vocabulary than the engine's, which makes no difference to it."""
-    return Grammars(Path(demo.__file__).with_name("model") / "tokenizer.json", 2048, (0, 2))
+    return Grammars(DEMO_DIRECTORY / "tokenizer.json", 2048, (0, 2))
 
 
 def edge_of(engine: FakeEngine, room: OutputQueues, tokens: Path | None = None) -> Edge:
-    edge = RetrievalEdge(room, access=new_access(tokens))
+    edge = Edge(room, access=new_access(tokens))
     edge.attach(Backend(engine, Letters(), INFO, demo_grammars()))  # type: ignore[arg-type]
     return edge
 

@@ -1,6 +1,7 @@
 """Generates random JSON schemas and regular expressions that are supported and only allow outputs of bounded length."""
 
 import random
+import re
 from typing import Any
 
 Schema = dict[str, Any]
@@ -85,3 +86,48 @@ def random_regex(rng: random.Random, depth: int = 3) -> str:
     parts = [random_regex(rng, depth - 1) for _ in range(rng.randint(1, 3))]
     whole = "(?:" + ("|" if rng.random() < 0.4 else "").join(parts) + ")"
     return whole + rng.choice(["", "", "?", "{2}", "{0,3}", "{1,2}"])
+
+
+# Parts of texts that an output must have: scripts in normal forms and out of them, and the second model's added tokens.
+_FORCED = (
+    "name", "größe", "gro\u0308\u00dfe", "e\u0301", "Vi\u1ec7t", "Vie\u0323\u0302t", "a\u0301\u0323", "한국",
+    "\u1112\u1161\u11ab", "हिन्दी", "\u0915\u093c", "\u0958", "\u212b", "世界", "مرحبا", "\ufb1d", "👩\u200d👧", " ",
+    "\n", '"', "\\", "<", "/think>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+    "<|im_end|>", "<|im_start|>", "<|endoftext|>",
+)  # fmt: skip
+
+
+def forced_text(rng: random.Random) -> str:
+    """Returns a text of several scripts and added tokens."""
+    return "".join(rng.choices(_FORCED, k=rng.randint(1, 5)))
+
+
+def forced_schema(rng: random.Random) -> Schema:
+    """Returns a schema of an object with names and values that leave little choice."""
+    properties = {forced_text(rng): _forced_value(rng) for _ in range(rng.randint(1, 4))}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": rng.sample(sorted(properties), rng.randint(1, len(properties))),
+        "additionalProperties": False,
+    }
+
+
+def _forced_value(rng: random.Random) -> Schema:
+    texts = [forced_text(rng) for _ in range(3)]
+    pattern = f"^{re.escape(texts[0])}[a-z]{{0,3}}({re.escape(texts[1])}|{re.escape(texts[2])})$"
+    return rng.choice(
+        [
+            {"const": texts[0]},
+            {"const": {texts[0]: [texts[1], 1]}},
+            {"enum": [*texts, 5, None]},
+            {"type": "string", "pattern": pattern},
+            {"type": "array", "items": {"enum": texts}, "minItems": 1, "maxItems": 3},
+        ]
+    )
+
+
+def forced_regex(rng: random.Random) -> str:
+    """Returns a regex of texts that leave little choice, around a random one."""
+    before, after = re.escape(forced_text(rng)), re.escape(forced_text(rng))
+    return f"{before}{random_regex(rng, 2)}({after}|{re.escape(forced_text(rng))}!)"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.host_cache.host_cache import HostCache
-from meshserve.runtime.planning.buckets import declare_buckets
-from meshserve.runtime.program.batch import ON_DEVICE, Batch, BatchBuilder
-from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
+from meshserve.runtime.program.batch import ON_DEVICE, BatchBuilder, StepBatch
+from meshserve.runtime.program.processors.processor_batch import ProcessorBatchBuilder
+from meshserve.runtime.resolve.buckets import declare_buckets
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
@@ -140,7 +140,7 @@ class FakeDevice:
         assert request.seed not in self.expected
         self.expected[request.seed] = np.array(hashes, np.uint64)
 
-    def run(self, batch: Batch) -> list[list[int]]:
+    def run(self, batch: StepBatch) -> list[list[int]]:
         """Returns the sampled token of each position of each step, including padding; other positions get arbitrary
         values.
         """
@@ -219,7 +219,7 @@ class Simulation:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_cached_tokens = 0
-        self.num_fetching_steps = 0  # in which somebody computed, while another waited for pages from host memory
+        self.num_fetching_steps = 0  # in which a request computed while another waited for pages from host memory
         self.queue_seconds: list[float] = []
 
     def add(self, *requests: Request) -> None:
@@ -329,7 +329,7 @@ class Simulation:
             return
         running = [request for request in self.scheduler.requests if request.slot is not None]
         grown = {each for each in running if len(each.pages) > num_pages.get(each, 0)}
-        first = min(num_pages, key=lambda request: request.rank, default=None)  # of those that ran before
+        first = min(num_pages, key=lambda request: request.rank, default=None)  # the first of those that ran before
         for tenant in {victim.tenant for victim in plan.preempted}:
             if first in grown:
                 continue

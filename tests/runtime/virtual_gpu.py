@@ -28,7 +28,7 @@ class GpuTimes:
 
     decodes: float = 5.4e-3  # reading the weights
     decode: float = 0.01e-3  # each of them
-    context_token: float = 147_456 / 2.6e12  # of a decode
+    context_token: float = 147_456 / 2.6e12  # for a decode
     prompt_token: float = 23.3e-6
     prompt_token_and_position: float = 0.98e-9  # attention
     scatter: float = 0.107e-3  # a block
@@ -36,7 +36,7 @@ class GpuTimes:
     byte_to_device: float = 1 / 48.4e9
     byte_to_host: float = 1 / 54.3e9
     plan: float = 0.4e-3  # and dispatch, on the host
-    command: float = 0.12e-3  # likewise
+    command: float = 0.12e-3  # on the host
     client: float = 3.0e-3  # from the end of a request to the next one
     # Whether a step waits for the blocks that were sent before its input, beside other steps, and whether a block waits
     # for the steps that were dispatched before it. An H200 does both, by decodes beside restores.

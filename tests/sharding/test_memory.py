@@ -9,6 +9,7 @@ import pytest
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup import launch as launching
 from meshserve.runtime.startup.launch import launch
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
 from meshserve.sharding import memory
 from meshserve.sharding.mesh import make_mesh
 
@@ -29,7 +30,7 @@ def test_a_model_larger_than_the_host_is_refused_before_it_is_read(
     model = "demo"
     if form == "orbax":
         model = str(tmp_path)
-        for path in (Path(__file__).parents[2] / "deploy" / "demo" / "model").glob("*.json"):
+        for path in DEMO_DIRECTORY.glob("*.json"):
             (tmp_path / path.name).write_bytes(path.read_bytes())
         (tmp_path / "checkpoint.json").write_text("{}")
     with pytest.raises(MemoryError, match=r"take 0.01 GiB on each of 1 cpu device.* 0.00 GiB, 0.01 GiB too little"):

@@ -1,5 +1,5 @@
 // Runs context_parts.cuh on the host: how the clusters of decode attention find their parts, and how parts are merged.
-#include "context_parts.cuh"
+#include "attention/context_parts.cuh"
 
 #include <vector>
 

@@ -1,5 +1,5 @@
-// Runs the kernel of attention.cuh on the host, one block after another, without clusters and parts.
-#include "attention.cuh"
+// Runs the kernel of decode_attention.cuh on the host, one block after another, without clusters and parts.
+#include "attention/sm90/decode_attention.cuh"
 
 #include <vector>
 

@@ -13,19 +13,19 @@ struct Problem {
   int batch, columns, splits, layer_row;  // layer_row: the first of the layer in the stack
   const float* x;                         // [batch, columns]
   const void* weights;                    // [layers, K (G + 2) H, columns]
-  Scales scales;
-  const float* sums;  // of squares [batch, columns / 128]
+  const float* sums;                      // of squares [batch, columns / 128]
   float epsilon, scale_log2;
   int kv_heads, group, pages, page_size, max_pages, early_stages, late_stages, least_tiles;
   const bf16 *q_gain, *k_gain;
   const float* cos_sin;
   const int *page_table, *positions;
   void* cache;     // one layer's
-  bf16* attended;  // [batch, K, G, H], in the form for the output projection
+  bf16* attended;  // [batch, K, G, H]
 };
 
-template <Epilogue E, class W>
+template <Epilogue E>
 void run(const Problem& problem) {
+  using W = Bf16Weights;
   const std::vector<bf16> input = activations_of<W>(problem.x, problem.batch, problem.columns);
   const int rows = 2 * problem.kv_heads * (problem.group + 2) * kHeadDim;
   const CUtensorMap weights = map_of_weights<W>(problem.weights, rows, problem.columns);
@@ -46,17 +46,7 @@ void run(const Problem& problem) {
   args.epsilon = problem.epsilon;
   args.inverse_dim = 1.0f / problem.columns;
   args.heads.page_offset = args.stages * 2 * kHalfTileBytes + std::max(input_bytes, kHeadPartsBytes);
-  args.ring_bytes = args.heads.page_offset + problem.early_stages * round_bytes;
-  if constexpr (W::kIsQuantised) {
-    args.scales = problem.scales;
-    args.table_offset = args.ring_bytes;
-    args.ring_bytes += 4096;
-    args.input_tiles = problem.columns / kBlockK;
-  }
-  if constexpr (W::kIsSplit) {
-    args.exponents = exponents_of(input.data(), problem.batch, problem.columns);
-    args.exponent_offset = args.ring_bytes - 1024;
-  }
+  args.pipeline_bytes = args.heads.page_offset + problem.early_stages * round_bytes;
   args.sums_in = problem.sums;
   args.norm_tiles = problem.columns / 128;
   args.q_gain = problem.q_gain, args.k_gain = problem.k_gain;
@@ -77,16 +67,16 @@ void run(const Problem& problem) {
   args.heads.stages = problem.early_stages + problem.late_stages;
   args.heads.least_tiles = problem.least_tiles;
   args.heads.scale_log2 = problem.scale_log2;
-  if (args.ring_bytes + 16 * 1024 > static_cast<int>(kBlockBytes) ||
+  if (args.pipeline_bytes + 16 * 1024 > static_cast<int>(kBlockBytes) ||
       problem.late_stages * round_bytes > args.stages * 2 * kHalfTileBytes) {
     __trap();
   }
   const unsigned num_blocks = args.heads.blocks, clusters = problem.kv_heads;
   std::vector<uint8_t> memory((num_blocks + 1) * kBlockBytes);
-  ring_memory = memory.data() + 1024 - reinterpret_cast<uintptr_t>(memory.data()) % 1024;
-  shared_base = ring_memory;
+  pipeline_memory = memory.data() + 1024 - reinterpret_cast<uintptr_t>(memory.data()) % 1024;
+  shared_base = pipeline_memory;
   for (unsigned c = 0; c < clusters; ++c) {
-    std::memset(ring_memory, 0xFF, num_blocks * kBlockBytes);
+    std::memset(pipeline_memory, 0xFF, num_blocks * kBlockBytes);
     Cluster state(num_blocks, kProjectionThreads, kBlockBytes);
     cluster = &state;
     std::vector<std::unique_ptr<Block>> blocks;
@@ -107,16 +97,8 @@ void run(const Problem& problem) {
   }
 }
 
-template <class W>
-void run(bool is_fp8_cache, const Problem& problem) {
-  is_fp8_cache ? run<Epilogue::kAttendFp8, W>(problem) : run<Epilogue::kAttend, W>(problem);
-}
-
 }  // namespace
 
-// `format`: bf16, e4m3 with ordered activations, or with split ones.
-extern "C" void attend_heads(int format, int is_fp8_cache, const Problem* problem) {
-  if (format == 0) run<Bf16Weights>(is_fp8_cache != 0, *problem);
-  if (format == 1) run<Fp8Weights>(is_fp8_cache != 0, *problem);
-  if (format == 2) run<SplitFp8Weights>(is_fp8_cache != 0, *problem);
+extern "C" void attend_heads(int is_fp8_cache, const Problem* problem) {
+  is_fp8_cache != 0 ? run<Epilogue::kAttendFp8>(*problem) : run<Epilogue::kAttend>(*problem);
 }

@@ -1,6 +1,6 @@
-// Runs the kernels of kernels/cuda/p2p.cuh and two_shot.cuh on the host. Each rank is a host thread that starts its
+// Runs the kernels of p2p.cuh and two_shot.cuh on the host. Each rank is a host thread that starts its
 // kernels one after another; each CUDA thread is a host thread, too.
-#include "two_shot.cuh"
+#include "collectives/two_shot.cuh"
 
 #include <algorithm>
 #include <functional>

@@ -1,6 +1,6 @@
 // Merges the parts of tiles with prefill_parts.cuh on the host. The partial results are computed here in plain C++; the
 // kernel uses tensor cores for them.
-#include "prefill_parts.cuh"
+#include "attention/prefill_parts.cuh"
 
 #include <vector>
 

@@ -6,7 +6,7 @@ using namespace meshserve;
 
 namespace {
 
-constexpr uint32_t kBlockBytes = 192 << 10, kRingBytes = 160 << 10;
+constexpr uint32_t kBlockBytes = 192 << 10, kPipelineBytes = 160 << 10;
 constexpr int kStages = 3, kThreads = 256;
 
 struct Problem {
@@ -30,8 +30,11 @@ struct Problem {
 
 template <Epilogue E, class W>
 void run(const Problem& problem) {
-  constexpr int N = W::kMost, kBlockInput = kTilesPerBlock<W> * kBlockK;
-  const std::vector<bf16> input = activations_of<Taken<W>>(problem.x, problem.batch, problem.columns);
+  constexpr int N = kSplitsInput<W>                ? 8
+                    : W::kIsSplit && !kIsSingle<W> ? 32
+                                                   : 64,
+                kBlockInput = kTilesPerBlock<W> * kBlockK;
+  const std::vector<bf16> input = activations_of<InputFormat<W>>(problem.x, problem.batch, problem.columns);
   const int rows = 2 * problem.tiles * kTileRows;
   const CUtensorMap weights = map_of_weights<W>(problem.weights, rows, problem.columns);
   std::vector<bf16> fetched;  // without the bytes of single activations that are not used
@@ -53,13 +56,13 @@ void run(const Problem& problem) {
   args.k_blocks = problem.columns / W::kBlockColumns;
   args.stages = kStages;
   args.blocks_per_stage = 1;
-  args.ring_bytes = kRingBytes;
+  args.pipeline_bytes = kPipelineBytes;
   args.row_base = problem.layer_row;
   args.tile_step = kTileRows;
   args.second_half = kTileRows / 2;
   args.epsilon = problem.epsilon;
   args.inverse_dim = 1.0f / problem.columns;
-  if constexpr (W::kIsQuantised) {
+  if constexpr (W::kIsQuantized) {
     args.scales = problem.scales;
     args.table_offset = 130 << 10;
     args.input_tiles = problem.columns / kBlockK;
@@ -81,10 +84,10 @@ void run(const Problem& problem) {
   }
   const unsigned splits = problem.splits, groups = (problem.batch + N - 1) / N;
   std::vector<uint8_t> memory((splits + 1) * kBlockBytes);
-  ring_memory = memory.data() + 1024 - reinterpret_cast<uintptr_t>(memory.data()) % 1024;
-  shared_base = ring_memory;
+  pipeline_memory = memory.data() + 1024 - reinterpret_cast<uintptr_t>(memory.data()) % 1024;
+  shared_base = pipeline_memory;
   for (unsigned c = 0; c < groups * problem.tiles; ++c) {
-    std::memset(ring_memory, 0xFF, splits * kBlockBytes);
+    std::memset(pipeline_memory, 0xFF, splits * kBlockBytes);
     Cluster state(splits, kProjectionThreads, kBlockBytes);
     cluster = &state;
     std::vector<std::unique_ptr<Block>> blocks;

@@ -1,12 +1,12 @@
 // The operands of projections on the host: activations in a format's form, and the tensor map of its weights.
 #pragma once
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 namespace meshserve {
-inline uint8_t* ring_memory = nullptr;  // takes the place of the kernel's shared memory, a part for each block
+inline uint8_t* pipeline_memory = nullptr;  // takes the place of the kernel's shared memory, a part for each block
 }
 
-#include "projection.cuh"
+#include "projection/sm90/projection.cuh"
 
 #include <vector>
 
@@ -40,10 +40,10 @@ std::vector<bf16> activations_of(const float* x, int batch, int columns) {
 // Maps weights [rows, columns], of all layers, in boxes of 64 rows.
 template <class W>
 CUtensorMap map_of_weights(const void* data, int rows, int columns) {
-  const int row_bytes = columns * 128 / W::kBlockColumns, element_bytes = W::kIsQuantised ? 1 : 2;
+  const int row_bytes = columns * 128 / W::kBlockColumns, element_bytes = W::kIsQuantized ? 1 : 2;
   CUtensorMap map = {static_cast<const uint8_t*>(data), {}, {}, element_bytes};
-  const int quantised_sizes[3] = {row_bytes / element_bytes, rows, 1}, sizes[3] = {kBlockK, rows, row_bytes / 128};
-  std::copy_n(W::kIsQuantised ? quantised_sizes : sizes, 3, map.sizes);
+  const int quantized_sizes[3] = {row_bytes / element_bytes, rows, 1}, sizes[3] = {kBlockK, rows, row_bytes / 128};
+  std::copy_n(W::kIsQuantized ? quantized_sizes : sizes, 3, map.sizes);
   const int box[3] = {128 / element_bytes, 64, 1};
   std::copy_n(box, 3, map.box);
   return map;

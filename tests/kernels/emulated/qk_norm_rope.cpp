@@ -1,5 +1,5 @@
 // Runs the kernel of qk_norm_rope.cuh on the host, one block after another.
-#include "qk_norm_rope.cuh"
+#include "attention/qk_norm_rope.cuh"
 
 #include <vector>
 

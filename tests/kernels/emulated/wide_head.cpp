@@ -1,5 +1,5 @@
 // Runs the product of wide_head.cuh on the host, one block after another.
-#include "wide_head.cuh"
+#include "projection/sm90/wide_head.cuh"
 
 namespace meshserve::wide_head {
 alignas(1024) uint8_t shared[232 << 10];

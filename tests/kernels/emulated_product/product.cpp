@@ -1,6 +1,6 @@
 // Runs integer_product.cuh and what it includes on the host: the product of 64 rows of a tile with N tokens, one range
 // of blocks.
-#include "integer_product.cuh"
+#include "projection/sm90/integer_product.cuh"
 
 #include <memory>
 #include <vector>
@@ -105,7 +105,7 @@ void run(int n, const Problem& problem, float* out) {
   if constexpr (!kIsSingle<W>) {
     if (n == 8) run<8, W>(problem, out);
   }
-  if constexpr (W::kMost > 8) {
+  if constexpr (!W::kIsInt4 || !W::kIsSplit) {
     if (n == 16) run<16, W>(problem, out);
     if (n == 32) run<32, W>(problem, out);
     if (n == 64) run<64, W>(problem, out);

@@ -1,5 +1,5 @@
 // Runs the kernel of readback.cuh on the host, and reads what it has written.
-#include "readback.cuh"
+#include "sampling/readback.cuh"
 
 using namespace meshserve::readback;
 

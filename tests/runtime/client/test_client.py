@@ -1,6 +1,7 @@
 """Tests the client against a scripted service: the requests it sends, and how it interprets the responses."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from concurrent import futures
 
@@ -68,6 +69,20 @@ def test_what_is_left_out_is_not_sent(script, client):
     assert script.requests[-1].WhichOneof("prompt") == "token_ids"
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),  # off, also where the model's default is another
+        ({"top_k": 0}, {"top_k": 0}),
+        ({"seed": -1}, {}),
+        (dict.fromkeys(("max_tokens", "stop", "seed", "constraint", "logprobs", "n", "priority", "logit_bias")), {}),
+    ],
+)
+def test_values_that_mean_off_in_vllm_are_off(script, client, given, sent):
+    client.complete("hello", **given)
+    assert script.requests[-1] == pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sent))
+
+
 def test_chunks_and_the_whole(client):
     assert list(client.generate("hello")) == CHUNKS
     assert client.complete("hello") == WHOLE
@@ -88,18 +103,20 @@ def test_the_async_client_does_the_same(script):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("arguments", "error", "message"),
     [
-        ({"prompt": "a", "stop": "END"}, TypeError),
-        ({"prompt": "a", "max_tokens": -1}, ValueError),
-        ({"prompt": "a", "no_such_field": 1}, ValueError),
-        ({"prompt": [-1]}, ValueError),
-        ({"prompt": "a", "n": 2}, ValueError),  # their texts would be mixed
+        ({"prompt": "a", "stop": "END"}, TypeError, "stop is the string 'END'"),
+        ({"prompt": "a", "max_tokens": -1}, ValueError, "max_tokens is -1: "),
+        ({"prompt": "a", "temperature": "hot"}, TypeError, "temperature is 'hot': "),
+        ({"prompt": "a", "logit_bias": {"x": 1.0}}, TypeError, "logit_bias is {'x': 1.0}: "),
+        ({"prompt": "a", "max_token": 1}, ValueError, "no sampling field 'max_token'. Did you mean max_tokens?"),
+        ({"prompt": [-1]}, ValueError, "out of range"),
+        ({"prompt": "a", "n": 2}, ValueError, "complete_samples"),  # their texts would be mixed
     ],
 )
-def test_what_cannot_be_sent_raises_before_the_call(script, client, arguments, error):
+def test_what_cannot_be_sent_raises_before_the_call_and_names_the_field(script, client, arguments, error, message):
     num_requests = len(script.requests)
-    with pytest.raises(error):
+    with pytest.raises(error, match=re.escape(message)):
         client.complete(**arguments)
     assert len(script.requests) == num_requests
 

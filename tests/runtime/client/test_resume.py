@@ -6,12 +6,10 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from pathlib import Path
 
 import grpc
 import pytest
 
-from meshserve.deploy import demo
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.api.request import FinishReason
@@ -20,10 +18,12 @@ from meshserve.runtime.client.client import AsyncClient, CallError, Client, Usag
 from meshserve.runtime.commands.local_cluster import reserved_port
 from meshserve.runtime.server.lifecycle import Listen
 from meshserve.runtime.text.tokenizer import TextStream, Tokenizer
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
+from tests.runtime.fake_adapters import FakeCatalog
 from tests.runtime.loopback import VOCAB_SIZE, Job, running
 from tests.waiting import WAIT_SECONDS, wait_for
 
-TOKENIZER = Tokenizer(Path(demo.__file__).with_name("model"))
+TOKENIZER = Tokenizer(DEMO_DIRECTORY)
 TEXT = "But soft! What light — näif — through yonder window breaks? STOP and never this"
 TOKENS = TOKENIZER.encode(TEXT)
 
@@ -40,6 +40,8 @@ class Breaking(pb_grpc.InferenceServiceServicer):
         self.target = ""
         self.default_sampling: pb.SamplingParams | None = pb.SamplingParams()
         self.max_context = 0
+        self.num_ends_lost = 0  # streams that break off when all tokens and none of the end have been sent
+        self.size = lambda: 2  # tokens of the next message
 
     def Tokenize(self, request, context):
         if self.breaks and self.breaks[0][0] < 0:
@@ -58,20 +60,26 @@ class Breaking(pb_grpc.InferenceServiceServicer):
         assert prompt == [1, *TOKENS[:done]], "resumed with different tokens than were sent"
         text = TextStream(TOKENIZER, tuple(sampling.stop))
         text.push(TOKENS[:done])
+        digest = f"digest of {request.adapter}" if request.adapter else ""
         last = min(len(TOKENS), done + (sampling.max_tokens or len(TOKENS)))
         stop_at, code = self.breaks.pop(0) if self.breaks else (len(TOKENS) + 1, None)
         while done < last:
-            new = TOKENS[done : min(done + 2, last)]
+            new = TOKENS[done : min(done + self.size(), last)]
             if done + len(new) > stop_at:
                 context.abort(code, "broken off")
             done += len(new)
             said, has_stopped = text.push(new)
+            if done == last and self.num_ends_lost:
+                self.num_ends_lost -= 1
+                yield pb.GenerateResponse(text=said, token_ids=new)
+                context.abort(grpc.StatusCode.UNAVAILABLE, "broken off before the end")
             if has_stopped or done == last:
                 reason = pb.FINISH_REASON_STOP if has_stopped else pb.FINISH_REASON_LENGTH
                 said += text.flush()
                 yield pb.GenerateResponse(text=said, token_ids=new, finish=pb.Finish(reason=reason))
                 return
-            yield pb.GenerateResponse(text=said, token_ids=new)
+            yield pb.GenerateResponse(text=said, token_ids=new, adapter_digest=digest)
+            digest = ""
 
 
 @pytest.fixture
@@ -111,6 +119,25 @@ def test_the_async_client_and_chats_resume_too(breaking):
     asyncio.run(main())
 
 
+def test_a_request_with_an_adapter_goes_on_with_the_same_one(breaking):
+    breaking.breaks = [(4, grpc.StatusCode.UNAVAILABLE), (7, grpc.StatusCode.UNAVAILABLE)]
+    with Client(breaking.target, resumes=3) as client:
+        assert client.complete("p", max_tokens=12, adapter="law").token_ids == TOKENS[:12]
+    asked = [(request.adapter, request.adapter_digest) for request in breaking.requests]
+    assert asked == [("law", ""), ("law", "digest of law"), ("law", "digest of law")]
+
+
+@pytest.mark.parametrize("adapters", [FakeCatalog("other"), FakeCatalog("law")])
+def test_a_replica_without_the_same_adapter_does_not_go_on(adapters):
+    request = resume._Run(pb.GenerateRequest(adapter="law", token_ids=pb.TokenIds(token_ids=[1])), [1], 0)
+    request.take(pb.GenerateResponse(token_ids=[2], adapter_digest="of other files"))
+    with running(adapters=adapters) as server, grpc.insecure_channel(server.target) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(pb_grpc.InferenceServiceStub(channel).Generate(request.next_request(), timeout=WAIT_SECONDS))
+    has_it = adapters.list()[0].name == "law"
+    assert caught.value.code() is (grpc.StatusCode.FAILED_PRECONDITION if has_it else grpc.StatusCode.NOT_FOUND)
+
+
 def test_the_servers_default_of_max_tokens_holds_over_all_attempts(breaking):
     breaking.default_sampling.max_tokens = 10
 
@@ -139,14 +166,37 @@ def test_without_max_tokens_a_stream_resumes_to_the_end_of_the_context(breaking)
     assert not any(request.sampling.HasField("max_tokens") for request in breaking.requests)
 
 
-def test_an_output_that_fills_the_context_is_not_resumed(breaking):
+@pytest.mark.parametrize("seed", range(12))
+def test_an_end_that_is_lost_is_asked_for(breaking, seed, monkeypatch):
+    """It brings text that was held back as the beginning of a stop string."""
+    monkeypatch.setattr(resume, "_FIRST_DELAY_SECONDS", 0.001)
+    draw = random.Random(seed)
+    breaking.size, breaking.num_ends_lost = lambda: draw.randrange(1, 4), draw.randrange(1, 4)
+    breaking.breaks = [(len(TOKENS) + 1, None)]
+    breaking.breaks += [(len(TOKENS) - draw.randrange(2), grpc.StatusCode.UNAVAILABLE) for _ in range(seed % 3)]
+    with Client(breaking.target, resumes=8) as client:
+        chunks = list(client.generate("p", max_tokens=len(TOKENS), stop=["this one"]))
+    assert "".join(chunk.text for chunk in chunks) == TEXT and not chunks[-2].text.endswith("this")
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == list(TOKENS)
+    end = chunks[-1].finish
+    assert end is not None and end.reason is FinishReason.LENGTH
+    assert end.usage == Usage(num_prompt_tokens=1, num_output_tokens=len(TOKENS))
+
+
+def test_an_end_that_is_always_lost_is_given_up(breaking):
+    """The tokens that come with it again are no progress."""
+    breaking.num_ends_lost = 100
+    with Client(breaking.target, resumes=3) as client, pytest.raises(CallError, match="broken off before the end"):
+        client.complete("p", max_tokens=len(TOKENS))
+    assert len(breaking.requests) == 4
+
+
+def test_an_output_that_fills_the_context_is_not_resumed_behind_it(breaking):
     """Only the end of the stream is missing, and a prompt that fills the context would be refused."""
     run = resume._Run(pb.GenerateRequest(), [1], max_context_tokens=5)
-    run.take(pb.GenerateResponse(token_ids=[1, 2, 3]))
-    assert run.overdue_end() is None
-    run.take(pb.GenerateResponse(token_ids=[4]))
-    end = run.overdue_end()
-    assert end is not None and end.finish is not None and end.finish.reason is FinishReason.LENGTH
+    for token_ids, sent in (([1, 2, 3], [1, 1, 2, 3]), ([4], [1, 1, 2, 3])):
+        run.take(pb.GenerateResponse(token_ids=token_ids))
+        assert run.next_request().token_ids.token_ids == sent
 
 
 @pytest.mark.parametrize(("code", "resumes"), [(grpc.StatusCode.INVALID_ARGUMENT, 5), (grpc.StatusCode.UNAVAILABLE, 0)])

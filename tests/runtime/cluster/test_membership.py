@@ -1,6 +1,7 @@
 """Tests which processes form a cluster, and which weights each of them reads."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def test_an_orchestrator_that_is_not_there_is_an_error(monkeypatch):
 MEMBER = """
 import json, sys
 import jax
-from meshserve.runtime.api.model_config import ModelConfig
+from meshserve.runtime.model_files.model_config import ModelConfig
 from meshserve.runtime.weights.registry import read_model
 from meshserve.runtime.weights.locate import find_model
 from meshserve.runtime.weights.orbax_layout import model_layout
@@ -145,10 +146,14 @@ jax.distributed.shutdown()
 def test_each_process_reads_and_holds_its_own_shards_only():
     with reserved_port() as port:
         command = [sys.executable, "-c", MEMBER, f"127.0.0.1:{port}"]
-        processes = [subprocess.Popen([*command, str(index)], stdout=subprocess.PIPE, text=True) for index in range(2)]
+        # A proxy that refuses everything must not be asked for the other process.
+        env = {**os.environ, "http_proxy": "http://127.0.0.1:1", "no_proxy": "other.example"}
+        processes = [
+            subprocess.Popen([*command, str(index)], stdout=subprocess.PIPE, text=True, env=env) for index in range(2)
+        ]
         said = [json.loads(process.communicate(timeout=WAIT_SECONDS)[0].splitlines()[-1]) for process in processes]
     for one in said:
-        assert one["mesh"] == [0, 0, 1, 1]  # of three devices each, the same number of either process
+        assert one["mesh"] == [0, 0, 1, 1]  # with three devices each, the same number from either process
         assert one["devices"] == sorted(one["own"])
         # Norms are replicated and padding is not read, so the shares are slightly above and below one half.
         assert 0.45 * one["all"] < one["copied"] <= one["held"] < 0.6 * one["all"]

@@ -1,6 +1,7 @@
 """Tests the step stream with both ends in one process, over loopback, with a proxy that can corrupt messages."""
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -234,6 +235,23 @@ def test_the_watch_looks_again_and_again():
     assert times == sorted(times)
 
 
+def test_the_watch_goes_on_after_an_error_of_its_own(monkeypatch, caplog):
+    """Without the watch, lost processes would not be noticed."""
+    monkeypatch.setattr("meshserve.runtime.supervision.supervisor._FIRST_PAUSE_SECONDS", 0.001)
+    watch, errors, has_looked = Watch(Limits(0.1), exit=lambda status: None), [KeyError("odd")] * 2, threading.Event()
+
+    def look(now: float) -> None:
+        if errors:
+            raise errors.pop()
+        has_looked.set()
+
+    watch.look(look)
+    watch.start()
+    assert has_looked.wait(WAIT_SECONDS)
+    watch.stop()
+    assert watch.failure is None and watch.supervisor.num_failures() == {"watch": 2}
+
+
 def test_whoever_looks_is_called_as_soon_as_the_processes_serve():
     """It does not wait for the next beat, because the watchdog process begins then."""
     watch, has_looked = Watch(PATIENT, exit=lambda status: None), threading.Event()
@@ -321,6 +339,54 @@ def test_strangers_are_refused_and_disturb_nobody(token, process_id, reason):
         stranger.meet("options", {})
     assert watch.failure is None and quiet.failure is None
     follower.close()
+    leader.stop()
+
+
+@contextlib.contextmanager
+def stranger(leader: Leader) -> Iterator[None]:
+    """Joins as process 1 and sends nothing but signs of life, until the block ends."""
+    is_over = threading.Event()
+
+    def requests() -> Iterator[pb.JoinRequest]:
+        yield pb.JoinRequest(hello=pb.Hello(process_id=1))
+        while not is_over.wait(0.01):
+            yield pb.JoinRequest(beat=pb.Beat())
+
+    with grpc.insecure_channel(f"127.0.0.1:{leader.port}") as channel:
+        call = pb_grpc.StepServiceStub(channel).Join(requests())
+        leader.wait_for_followers(WAIT_SECONDS)
+        yield
+        is_over.set()
+        call.cancel()
+
+
+@pytest.mark.parametrize("meeting", ["options", "models"])
+def test_a_stranger_that_only_shows_signs_of_life_is_waited_for_a_limited_time(meeting, monkeypatch, caplog):
+    """Without a token, it may join before the follower does."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(stream_server, "_SAY_SECONDS", 0.05)
+    monkeypatch.setattr(stream_server, "JOIN_SECONDS" if meeting == "options" else "PREPARE_SECONDS", 0.3)
+    leader = Leader("127.0.0.1:0", 2, Watch(PATIENT, exit=lambda status: None), Security())
+    with stranger(leader):
+        quiet = Watch(PATIENT, exit=lambda status: None)
+        follower = Follower(f"127.0.0.1:{leader.port}", 1, quiet, Security())
+        with pytest.raises(ClusterError, match=r"process 1 at ipv4\S+ did not report its \w+ within 0.3 s"):
+            leader.meet(meeting, {"a": "1"})
+        assert re.search(
+            rf"waiting for process 1 at ipv4\S+ to report its {meeting}, for \d+ of at most 0.3 s", caplog.text
+        )
+        wait_for(lambda: "process 1 has joined already, from ipv4" in str(quiet.failure))
+        follower.close()
+    leader.stop()
+
+
+def test_a_start_says_for_whom_it_waits(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(stream_server, "_SAY_SECONDS", 0.05)
+    leader = Leader("127.0.0.1:0", 3, Watch(PATIENT, exit=lambda status: None), Security())
+    with pytest.raises(ClusterError, match=r"process 1, process 2 did not join within 0.2 s"):
+        leader.wait_for_followers(0.2)
+    assert "waiting for process 1, process 2 to join, for 0 of at most 0.2 s" in caplog.text
     leader.stop()
 
 

@@ -10,9 +10,7 @@ from meshserve.runtime.commands import cli
 
 def test_each_module_with_a_main_is_a_benchmark():
     found = cli.benchmarks()
-    assert {"baselines", "decode", "kernels", "overload", "prefix", "sampling", "scheduler", "serve", "soak"} <= set(
-        found
-    )
+    assert {"baselines", "decode", "kernels", "mesh", "prefix", "scheduler", "serve", "soak"} <= set(found)
     assert not {"compare", "kernel_times", "serving_report", "traffic", "__init__"} & set(found)
     for name, (module, about) in found.items():
         assert importlib.util.find_spec(module) is not None and about, name
@@ -41,5 +39,5 @@ def test_an_unknown_benchmark_is_an_error_with_a_way_out(capsys: pytest.CaptureF
 
 def test_arguments_reach_the_benchmark(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "stalls", "--help"])
-    assert ended.value.code == 0 and "--runs" in capsys.readouterr().out
+        cli.main(["bench", "mesh", "--help"])
+    assert ended.value.code == 0 and "--only" in capsys.readouterr().out

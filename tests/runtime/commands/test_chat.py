@@ -18,9 +18,13 @@ import pytest
 from rich.console import Console
 
 from meshserve.runtime.api.tenants import new_token
-from meshserve.runtime.commands.chat_terminal import StreamedMarkdown, end_of_block
+from meshserve.runtime.commands.chat_calls import ReadableCalls
+from meshserve.runtime.commands.chat_terminal import StreamedAnswer, end_of_block
 from meshserve.runtime.server.lifecycle import Listen
+from meshserve.runtime.text.answers.answer_parts import ArgumentsPart, CallPart, ContentPart, ReasoningPart
 from tests.certificates import certificate
+from tests.dictation import Dictating, dictating, tokenizer
+from tests.runtime.fake_adapters import FakeCatalog
 from tests.runtime.loopback import Running, running
 from tests.waiting import WAIT_SECONDS, wait_for
 
@@ -41,6 +45,13 @@ def piped(target: str, lines: str, *flags: str) -> subprocess.CompletedProcess:
 def test_a_pipe_gets_an_answer_for_each_line(server):
     done = piped(server.target, "hi\n\nagain\n/quit\nnever\n", "--max-tokens=3")
     assert (done.stdout, done.stderr, done.returncode) == ("11 12 13 \n11 12 13 \n", "", 0)
+
+
+def test_an_adapter_answers(server, monkeypatch):
+    monkeypatch.setattr(server.engine, "adapters", FakeCatalog("law"))
+    done = piped(server.target, "hi\n", "--max-tokens=2", "--adapter=law")
+    assert (done.stdout, done.stderr, done.returncode) == ("11 12 \n", "", 0)
+    assert server.engine.options[-1].adapter == "law"
 
 
 def test_errors_are_printed_and_the_conversation_goes_on(server):
@@ -215,9 +226,9 @@ def test_markdown_is_shown_whole_and_in_order_whatever_its_parts():
     text = "# Title\n\nSome *words*.\n\n```\ncode\n\nmore code\n```\n\n1. one\n2. two\n"
     for size in (1, 3, 7, 100):
         file = io.StringIO()
-        shown = StreamedMarkdown(Console(file=file, width=60, force_terminal=False))
+        shown = StreamedAnswer(Console(file=file, width=60, force_terminal=False))
         for start in range(0, len(text), size):
-            shown.add(text[start : start + size])
+            shown.add(ContentPart(text[start : start + size]))
         shown.close()
         said = file.getvalue()
         found = [said.index(part) for part in ("Title", "Some words.", "code", "more code", "1 one", "2 two")]
@@ -225,13 +236,36 @@ def test_markdown_is_shown_whole_and_in_order_whatever_its_parts():
 
 
 def test_thinking_is_told_from_the_answer():
+    parts = (
+        ReasoningPart("hm *a*\n\nhm "), ReasoningPart("b"), ContentPart("The *answer*."), CallPart(0, "f"),
+        ArgumentsPart(0, '{"x": '), ArgumentsPart(0, "1}"), CallPart(1, "g"), ArgumentsPart(1, "{}"),
+    )  # fmt: skip
     file = io.StringIO()
-    shown = StreamedMarkdown(Console(file=file, width=60, force_terminal=False))
-    for part in ("<think>\nhm *a*\n\nhm b\n</th", "ink>\n\nThe *answer*."):
+    shown = StreamedAnswer(Console(file=file, width=60, force_terminal=True, color_system="standard"))
+    for part in parts:
         shown.add(part)
     shown.close()
-    said = file.getvalue()
-    assert "hm *a*" in said and "The answer." in said
+    said = re.sub(r"\x1b\[\?25.|\x1b\[1A|\x1b\[2K|\r", "", file.getvalue())
+    assert "\x1b[2;3mhm *a*" in said and "\x1b[2;3mhm b" in said and "The answer." not in said.split("hm b")[0]
+    assert said.index("hm b") < said.index("answer") < said.index('-> f({"x": 1})') < said.index("-> g({})")
+    calls = ReadableCalls()
+    assert "".join(map(calls.text, parts)) + calls.end() == 'The *answer*.\n-> f({"x": 1})\n-> g({})'
+
+
+def test_reasoning_and_tool_calls_on_a_pipe(tmp_path: Path):
+    """A result of a tool goes back to the model with its call, and the reasoning with it."""
+    (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "function": {"name": "f"}}]))
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    with dictating(tokenizer(tmp_path, "hybrid")) as server:
+        assert isinstance(server.engine, Dictating)
+        server.engine.said = f"<think>\nhm\n</think>\n\nSo.\n{call}"
+        lines = f"/result early\n/tools {tmp_path / 'tools.json'}\n/think on\nhi\n/result 4\n/undo\n/think\nhi\n"
+        done = piped(server.target, f"{lines}/save {tmp_path / 'saved.json'}\n")
+    assert done.stdout.count('So.\n-> f({"x": 1})\n/result TEXT gives the model the result of f.\n') == 3, done.stdout
+    assert done.stderr == "meshserve: there is no tool call without a result.\n"
+    [question, answer] = json.loads((tmp_path / "saved.json").read_text())
+    assert question["content"] == "hi" and answer["content"] == "So." and answer["reasoning_content"] == "hm"
+    assert answer["tool_calls"] == [{"name": "f", "arguments": '{"x": 1}'}]
 
 
 def test_a_pipe_ends_at_a_signal_between_answers(server):

@@ -18,7 +18,7 @@ from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.commands import generate
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.commands.generate import generate_file, read_prompts
-from meshserve.runtime.offline.prompt_batch import Batch, Prompt
+from meshserve.runtime.offline.prompt_batch import Prompt, PromptBatch
 from meshserve.runtime.options.serve_config import ServeConfig
 from tests.runtime.loopback import INFO
 
@@ -44,7 +44,7 @@ def test_prompts_are_text_or_tokens_with_sampling_fields(write):
     path = write(
         '{"prompt": "hi", "max_tokens": 3, "temperature": 0, "top_k": 4, "top_p": 0.5, "seed": 7}\n'
         "\n"
-        '{"prompt_token_ids": [1, 2], "ignore_eos": true, "stop": "END", "seed": null}\n'
+        '{"prompt_token_ids": [1, 2], "ignore_eos": true, "stop": "END", "seed": null, "top_k": -1}\n'
         '{"prompt": "", "stop": ["a", "b"], "include_stop": true, "stop_token_ids": [3]}\n'
         '{"prompt": "x", "constraint": {"json_schema": {"type": "null"}}}\n'
         '{"prompt": "x", "constraint": {"choice": ["a", "b"]}}'
@@ -88,7 +88,7 @@ def test_only_newlines_end_a_line(write, separator: str):
         ('{"prompt": "a", "constraint": {"choice": []}}', "sampling.constraint.choice: got 0 choices"),
         ('{"prompt": "a", "top_p": 0}', "sampling.top_p: got 0.0; allowed is above 0 and at most 1"),
         ('{"prompt": "a", "temperature": NaN}', "NaN.* at SamplingParams.temperature"),
-        ('{"prompt": "a", "seed": -1}', "Failed to parse seed field: Value out of range: -1"),
+        ('{"prompt": "a", "seed": -2}', "Failed to parse seed field: Value out of range: -2"),
         ('{"prompt": "a", "cache_salt": "\\ud800"}', "surrogates not allowed"),
         ('{"prompt": "a", "logit_bias": {"5": null}}', "not 'NoneType'"),
         ('{"prompt": "a", "temperature": 1' + 400 * "0" + "}", "int too large"),
@@ -195,12 +195,13 @@ def test_one_line_for_each_prompt_in_the_same_order(write, launched, tmp_path: P
 
 
 def test_each_sample_has_its_line(write, launched, tmp_path: Path):
-    path = write('{"prompt": "A", "n": 2, "priority": 1, "cache_salt": "s"}\n{"prompt": "B"}\n')
+    path = write('{"prompt": "A", "n": 2, "priority": 1, "cache_salt": "s", "adapter": "a"}\n{"prompt": "B"}\n')
     target = tmp_path / "out.jsonl"
     assert generate_file(ServeConfig(), path, target) == 0
     lines = [(line["index"], line["sample"], line["text"][0]) for line in output_lines(target)]
     assert lines == [(0, 0, "B"), (0, 1, "B"), (1, 0, "C")]
     assert launched[0][0].max_waiting == 3
+    assert [prompt.options.adapter for prompt in read_prompts(path)] == ["a", ""]
     with pytest.raises(MeshserveError, match="Failed to parse priority field: .*'x'"):
         generate_file(ServeConfig(), write('{"prompt": "A", "priority": "x"}'), target)
 
@@ -242,11 +243,11 @@ def test_when_the_engine_dies_what_was_finished_is_kept(write, launched, tmp_pat
 
 
 def test_what_there_is_by_ctrl_c_is_written(write, launched, monkeypatch, tmp_path: Path):
-    def interrupt(batch: Batch, engine: Any) -> None:
+    def interrupt(batch: PromptBatch, engine: Any) -> None:
         batch.deliver([Output(request_id="0", token_ids=(66,), text="B")])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Batch, "run", interrupt)
+    monkeypatch.setattr(PromptBatch, "run", interrupt)
     target = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
         generate_file(ServeConfig(), write('{"prompt": "A"}\n'), target)

@@ -17,16 +17,21 @@ import numpy as np
 import pytest
 import tokenizers
 
-from meshserve.kernels.p2p import gpu as p2p_gpu
+from meshserve.kernels.p2p import sm90 as p2p_sm90
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import EngineStoppedError, InvalidRequestError, QueueFullError
-from meshserve.runtime.api.request import DEFAULT_OPTIONS, NO_TOKEN, FinishReason, Load, Output
+from meshserve.runtime.api.request import DEFAULT_OPTIONS, NO_TOKEN, FinishReason, Load, Output, WeightSpan
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine import engine as engine_module
 from meshserve.runtime.engine.engine import Engine
-from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import ON_DEVICE, BatchBuilder, Bucket
-from meshserve.runtime.program.processor_batch import Logprobs, ProcessorBatchBuilder, ProcessorShape, Sampled
+from meshserve.runtime.program.processors.processor_batch import (
+    Logprobs,
+    ProcessorBatchBuilder,
+    ProcessorShape,
+    Sampled,
+)
+from meshserve.runtime.resolve.buckets import declare_buckets
 from meshserve.runtime.scheduler import running
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
@@ -244,7 +249,7 @@ def test_tokens_and_text_come_step_by_step(start: Start):
     assert second == Output(request_id="r", token_ids=(99,), text="c")
     assert last == Output(
         request_id="r", token_ids=(100,), text="d", finish_reason=FinishReason.LENGTH, num_prompt_tokens=2,
-        num_output_tokens=3,
+        num_output_tokens=3, weight_spans=(WeightSpan("0", 3),),
     )  # fmt: skip
 
 
@@ -745,7 +750,7 @@ def test_nothing_comes_after_the_end_that_a_failure_brings(start: Start):
 
 
 def test_callers_hear_which_gpu_did_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(p2p_gpu, "timeouts", lambda: "P2P timeout: GPU 2 waited for GPU 1")
+    monkeypatch.setattr(p2p_sm90, "timeouts", lambda: "P2P timeout: GPU 2 waited for GPU 1")
     serving = start()
     serving.device.fails_at = "collect 0"
     serving.submit("runs", max_tokens=9)

@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from meshserve.kernels.readback.gpu import PinnedTokens
+from meshserve.kernels.decode_layers import sm90
+from meshserve.kernels.readback.cuda import PinnedTokens
 from meshserve.runtime.api.request import Output, Request
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
-from meshserve.runtime.drafting.draft_counts import Acceptance
-from meshserve.runtime.drafting.payoff import Payoff
-from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.backend.kernels import Kernels
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning import buckets, kernel_selection, resolved_server, server_programs
+from meshserve.runtime.resolve import buckets, kernel_selection, resolved_server, server_programs
+from meshserve.runtime.scheduler.drafts.draft_counts import Acceptance
+from meshserve.runtime.scheduler.drafts.payoff import Payoff
 from meshserve.runtime.startup.launch import Launched, launch
 from tests.waiting import WAIT_SECONDS
 
@@ -106,12 +107,12 @@ class FakePinnedTokens(PinnedTokens):
 def test_drafts_are_verified_in_the_shapes_for_decodes(
     max_fused_tokens: int, has_readback: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of twice as many tokens as on fused layers, these shapes have programs of their own."""
-    monkeypatch.setattr(kernel_selection, "_MAX_CACHED_FUSED_TOKENS", max_fused_tokens)
+    """These shapes of twice as many tokens as on fused layers have separate programs."""
+    monkeypatch.setattr(sm90, "MAX_CACHED_TOKENS", max_fused_tokens)
     pinned = FakePinnedTokens()
     if has_readback:
         pinned.use(monkeypatch)
-    monkeypatch.setattr(buckets, "SamplingMode", (SamplingMode.RANDOM,))  # of `PARAMS`
+    monkeypatch.setattr(buckets, "SamplingMode", (SamplingMode.RANDOM,))  # the mode of `PARAMS`
     monkeypatch.setattr(resolved_server, "declare_buckets", buckets.declare_buckets)  # every shape
     config = ServeConfig(
         model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,

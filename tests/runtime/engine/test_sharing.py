@@ -87,7 +87,7 @@ def test_a_conversation_finds_its_whole_history():
     second = make_request(2, max_tokens=1, ignore_eos=True, prompt=(*history, 5, 6))
     simulation.add(second)
     simulation.drain()
-    assert second.num_cached_tokens == 16  # of 19: the last token's key and value were never computed
+    assert second.num_cached_tokens == 16  # out of 19: the last token's key and value were never computed
     third = make_request(3, max_tokens=1, ignore_eos=True, prompt=(*history, 5, 6))
     simulation.add(third)
     simulation.drain()

@@ -1,4 +1,7 @@
-"""Tests constraints in the real engine with the demo model: every output obeys its own, whatever else is served."""
+"""Tests constraints in the real engine: every output obeys its own, whatever else is served.
+
+With the demo model; and, where outputs must have certain texts, with the second model, whose tokenizer changes texts.
+"""
 
 import dataclasses
 import json
@@ -7,6 +10,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -14,13 +18,14 @@ import pytest
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.scheduler.drafts.payoff import Payoff
 from meshserve.runtime.startup.launch import Launched, launch
+from meshserve.runtime.text import constrained_samples
 from meshserve.runtime.text.grammar import Grammars, compiled
 from meshserve.runtime.text.mask_exchange import MaskExchange
-from tests.runtime.schemas import random_document_schema, random_regex
+from tests.runtime.schemas import Schema, forced_regex, forced_schema, random_document_schema, random_regex
 
 PROMPT = "Thou art a scholar; speak to it, Horatio.\n"
 PATIENCE_SECONDS = 3000.0  # enough for 1,000 outputs and more
@@ -30,10 +35,11 @@ NUM_PAGES = 256
 class Serving:
     """An engine and the outputs that it has delivered."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "demo", max_running: int = 16) -> None:
         config = ServeConfig(
-            model="demo", cpu_devices=8, dtype="float32", page_size=8, num_pages=NUM_PAGES, max_running=16,
-            max_step_tokens=16, max_context=1000, max_waiting=10_000, cache_dir="", draft_tokens=3, draft_min_match=1,
+            model=model, cpu_devices=8, dtype="float32", page_size=8, num_pages=NUM_PAGES, max_running=max_running,
+            max_step_tokens=max_running, max_context=1000, max_waiting=10_000, cache_dir="", draft_tokens=3,
+            draft_min_match=1,
         )  # fmt: skip
         self.records: list[StepRecord] = []
         self.launched: Launched = launch(config, self._deliver, self.records.append)
@@ -70,6 +76,16 @@ class Serving:
             is_done = self._changed.wait_for(lambda: len(self.ends) >= needed, PATIENCE_SECONDS)
             assert is_done, self.launched.engine.failure
 
+    def num_tokens(self) -> int:
+        """Returns the number of tokens and ends that have been delivered."""
+        with self._changed:
+            return len(self.ends) + sum(map(len, self.tokens.values()))
+
+    def wait_for_token(self, num_tokens: int) -> None:
+        """Waits until more than the given number of tokens have been delivered."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_tokens() > num_tokens, PATIENCE_SECONDS)
+
     def preempt_all(self) -> None:
         """Preempts all running requests, wherever they are in their grammars."""
         engine = self.launched.engine
@@ -89,6 +105,13 @@ def serving(optimised: None) -> Iterator[Serving]:
     serving.launched.close()
 
 
+@pytest.fixture(scope="module")
+def second_serving(optimised: None, second_model: Path) -> Iterator[Serving]:
+    serving = Serving(str(second_model), max_running=8)  # has fewer programs to compile
+    yield serving
+    serving.launched.close()
+
+
 def held_to(kind: str, text: str, **fields: object) -> SamplingParams:
     constraint = Constraint(kind=kind, text=text)  # type: ignore[arg-type]
     return SamplingParams(**{"temperature": 1.5, "max_tokens": 960, "constraint": constraint, **fields})
@@ -99,16 +122,28 @@ def free(seed: int) -> SamplingParams:
 
 
 def test_every_output_keeps_to_its_constraint(serving: Serving, num_structured: int):
-    rng, formats = random.Random(11), jsonschema.FormatChecker()
+    rng = random.Random(11)
     schemas = [random_document_schema(rng) for _ in range(num_structured)]
     expressions = [random_regex(rng) + "!" for _ in range(num_structured)]
-    names = []
+    check_outputs(serving, schemas, expressions)
+
+
+def test_every_output_has_the_texts_that_it_must_have(second_serving: Serving, num_structured: int):
+    rng = random.Random(12)
+    schemas = [forced_schema(rng) for _ in range(num_structured)]
+    expressions = [forced_regex(rng) for _ in range(num_structured)]
+    check_outputs(second_serving, schemas, expressions)
+
+
+def check_outputs(serving: Serving, schemas: Sequence[Schema], expressions: Sequence[str]) -> None:
+    """Checks the outputs of requests with these constraints, which are preempted now and then, beside others."""
+    names, formats = [], jsonschema.FormatChecker()
     for seed, (schema, expression) in enumerate(zip(schemas, expressions, strict=True)):
         names.append(serving.submit(held_to("json_schema", json.dumps(schema), seed=seed)))
         names.append(serving.submit(held_to("regex", expression, seed=seed)))
         if seed % 8 == 0:
             serving.submit(free(seed))
-    for num_ended in range(1, 2 * num_structured, 20):
+    for num_ended in range(1, len(names), 20):
         serving.wait(num_ended)
         serving.preempt_all()
     serving.wait()
@@ -141,6 +176,20 @@ def test_company_does_not_change_a_token(serving: Serving):
     serving.wait()
     assert [(serving.texts[name], serving.tokens[name]) for name in names] == alone
     assert len({len(tokens) for _, tokens in alone}) > 2
+
+
+def test_masks_that_are_always_late_change_no_token(serving: Serving, monkeypatch: pytest.MonkeyPatch):
+    """Also where the requests are preempted while they wait for them, and begin again in several steps."""
+    params = [held_to("regex", "([A-Z][a-z]{2,9} ){3}", seed=seed) for seed in range(6)]
+    expected = [tokens for _, tokens, _ in serving.run(*params)]
+    monkeypatch.setattr(constrained_samples, "PATIENCE_SECONDS", 0.0)
+    num_ended = len(serving.ends)
+    names = [serving.submit(each) for each in params]
+    while len(serving.ends) < num_ended + len(params):
+        num_tokens = serving.num_tokens()
+        serving.preempt_all()
+        serving.wait_for_token(num_tokens)
+    assert [serving.tokens[name] for name in names] == expected
 
 
 REPETITIVE = [
@@ -256,7 +305,7 @@ def test_a_grammar_that_is_given_up_says_so(serving: Serving):
     schema = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
     [(_, _, end)] = serving.run(held_to("json_schema", schema))
     assert end.finish_reason is FinishReason.ERROR
-    assert "the constraint became too complex: Parser Error: Current row has" in end.message
+    assert "the constraint could not be followed: Parser Error: Current row has" in end.message
 
 
 def test_min_tokens_may_be_more_than_any_output_has(serving: Serving):

@@ -8,12 +8,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.protos import vllm_pb2 as pb
 from meshserve.protos import vllm_pb2_grpc as pb_grpc
+from meshserve.runtime.api.adapters import NoAdapters
 from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.gateway.vllm_native_service import SERVICES, refuse_unsupported, sampling_params
 from meshserve.runtime.gateway.vllm_service import add_gateway
-from meshserve.runtime.kv_events.feed import KvEventFeed, Source
-from meshserve.runtime.kv_events.page_changes import PageChanges
+from meshserve.runtime.scheduler.page_changes import PageChanges
 from meshserve.runtime.server.lifecycle import Listen
+from meshserve.runtime.telemetry.kv_events.feed import KvEventFeed, PublisherAddress
+from tests.runtime.fake_adapters import FakeCatalog
 from tests.runtime.loopback import INFO, Running, running
 from tests.waiting import WAIT_SECONDS
 
@@ -99,7 +101,6 @@ def test_every_supported_field_is_passed_on():
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"lora_name": "a"}, "lora_name"),
         ({"media": [pb.MediaItem(modality=1)]}, "media"),
         ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
         ({"response": pb.ResponseOptions(prompt_logprobs=True)}, "response.prompt_logprobs"),
@@ -112,6 +113,21 @@ def test_unsupported_fields_are_refused_by_name(channel: grpc.Channel, fields: d
     with pytest.raises(grpc.RpcError, match=name) as caught:
         list(pb_grpc.InferenceStub(channel).GenerateStream(request(**fields), timeout=WAIT_SECONDS))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_the_name_of_an_adapter_is_passed_on(server: Running, channel: grpc.Channel):
+    stub = pb_grpc.InferenceStub(channel)
+    with pytest.raises(grpc.RpcError, match="serves no adapters"):
+        stub.Generate(request(lora_name="law"), timeout=WAIT_SECONDS)
+    server.engine.adapters = FakeCatalog("law")
+    try:
+        stub.Generate(request(lora_name="law"), timeout=WAIT_SECONDS)
+        assert server.engine.options[-1].adapter == "law"
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Generate(request(lora_name="other"), timeout=WAIT_SECONDS)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    finally:
+        server.engine.adapters = NoAdapters()
 
 
 def test_the_server_describes_itself_and_ends_requests(server: Running, channel: grpc.Channel):
@@ -137,7 +153,7 @@ def test_it_tells_where_events_are_published(server: Running, channel: grpc.Chan
     assert server.edge.backend is not None
 
     class Publishing:
-        source = Source("tcp://127.0.0.1:5557", "kv@a@b", "tcp://127.0.0.1:5558", 9)
+        source = PublisherAddress("tcp://127.0.0.1:5557", "kv@a@b", "tcp://127.0.0.1:5558", 9)
 
     object.__setattr__(server.edge.backend, "kv_events", KvEventFeed(PageChanges(16), Publishing()))  # type: ignore
     [source] = control.GetKvEventSources(pb.GetKvEventSourcesRequest(), timeout=WAIT_SECONDS).sources

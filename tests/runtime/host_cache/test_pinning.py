@@ -52,7 +52,7 @@ def gpu_like() -> Any:
 
 
 def fail_after(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the host run out of memory after so many blocks."""
+    """Makes the host run out of memory after `num_blocks` blocks."""
     num_left = num_blocks
 
     def put(arrays: Sequence[object], _: object) -> Sequence[object]:

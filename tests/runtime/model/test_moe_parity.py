@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec
 from meshserve.kernels import experts
 from meshserve.kernels.paged_attention import PagedBatch, implementation
 from meshserve.runtime.api.errors import UnsupportedModelError
-from meshserve.runtime.model.qwen3 import Kernels, specs_of
+from meshserve.runtime.backend.kernels import Kernels
+from meshserve.runtime.model.partitioning import specs_of
+from meshserve.runtime.model.strategies import StepInputs, forward
 from meshserve.runtime.weights import random_weights
 from meshserve.runtime.weights.convert import convert
 from meshserve.runtime.weights.load import load_model
@@ -116,12 +118,13 @@ def best_tokens(
     shape = (config.num_layers, len(texts) * num_pages, layout.num_groups, 2, PAGE_SIZE, config.head_dim)
     kernels = Kernels(attend=implementation("reference"), experts=experts.implementation(backend))
 
-    def forward(params: nnx.State, cache: jax.Array) -> jax.Array:
+    def logits(params: nnx.State, cache: jax.Array) -> jax.Array:
         model = nnx.merge(structure, params)
-        return model.logits(model(token_ids, cache, batch, kernels, jnp.arange(len(token_ids))).wanted)
+        step = StepInputs(token_ids, batch, kernels.products, wanted=jnp.arange(len(token_ids)))
+        return model.logits(forward(model, kernels, cache, step).wanted)
 
     program = jax.shard_map(
-        forward,
+        logits,
         mesh=mesh,
         in_specs=(specs_of(params), partition_spec((None, None, "kv_heads", None, None, None))),
         out_specs=PartitionSpec(None, "tensor"),
@@ -193,8 +196,9 @@ def test_expert_parallelism_of_a_dense_model_is_refused(tmp_path):
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"mlp_only_layers": ["1"]}, "mlp_only_layers is"),
         ({"mlp_only_layers": [0, 1]}, "leave no layer with experts"),
-        ({"norm_topk_prob": None}, "norm_topk_prob is None"),
-        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1; allowed is true or false"),
+        ({"moe_intermediate_size": 24.0}, "moe_intermediate_size is 24.0; allowed is a whole number"),
+        ({"qkv_bias": True}, "qkv_bias is True; meshserve implements only False"),
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64; meshserve implements 0"),
     ],
 )

@@ -1,5 +1,6 @@
 """Tests `meshserve.LLM`: with the embedded model on two devices, and with a fake engine what a call may be given."""
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -75,6 +76,73 @@ def test_samples_parameters_by_prompt_and_logprobs(llm: LLM):
     assert greedy.prompt_logprobs is None
 
 
+def test_scores_are_those_of_generation(llm: LLM):
+    [sampled] = llm.generate("The sea", SamplingParams(max_tokens=6, seed=3, logprobs=0), use_tqdm=False)
+    tokens, prompt = sampled.outputs[0].token_ids, sampled.prompt_token_ids
+    whole, short = llm.score([[*prompt, *tokens], list(prompt)])
+    assert len(whole) == len(prompt) + len(tokens) - 1 and len(short) == len(prompt) - 1
+    assert sampled.outputs[0].logprobs is not None
+    chosen = [found[token].logprob for found, token in zip(sampled.outputs[0].logprobs, tokens, strict=True)]
+    assert list(whole[len(prompt) - 1 :]) == pytest.approx(chosen, abs=1e-4)
+    assert list(whole[: len(prompt) - 1]) == pytest.approx(short, abs=1e-4)
+
+
+def test_outputs_come_as_they_finish(llm: LLM):
+    lengths = (24, 2, 8)
+    params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in lengths]
+    prompts = ["The sea", "The sky", "The sun"]
+    outputs = list(llm.generate_as_finished(prompts, params))  # two run at a time
+    assert sorted(int(output.request_id) for output in outputs) != [int(output.request_id) for output in outputs]
+    outputs.sort(key=lambda output: int(output.request_id))
+    assert [output.prompt for output in outputs] == prompts
+    assert [each.outputs for each in outputs] == [
+        each.outputs for each in llm.generate(prompts, params, use_tqdm=False)
+    ]
+
+
+def test_outputs_come_as_they_finish_in_asyncio(llm: LLM):
+    params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (24, 2, 8)]
+    prompts = ["The sea", "The sky", "The sun"]
+
+    async def collected() -> list[Any]:
+        return [output async for output in llm.generate_async(prompts, params)]
+
+    async def both() -> list[list[Any]]:
+        return await asyncio.gather(collected(), collected())
+
+    expected = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
+    for outputs in asyncio.run(both()):
+        outputs.sort(key=lambda output: int(output.request_id))
+        assert [output.outputs for output in outputs] == expected
+
+
+def test_cancelling_in_asyncio_cancels_the_requests(llm: LLM):
+    params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+
+    async def wait_for_one() -> None:
+        async for output in llm.generate_async(["The sea"] * 3, params):
+            raise AssertionError(f"{output} has finished")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(wait_for_one())
+        while not llm._launched.engine.load().num_running:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    wait_for(lambda: not llm._launched.engine._scheduler.requests)
+
+
+def test_ending_the_iteration_cancels_the_rest(llm: LLM):
+    params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (1, 400)]
+    iterator = llm.generate_as_finished(["The sea", "The sky"], params)
+    assert len(next(iterator).outputs[0].token_ids) == 1
+    iterator.close()  # type: ignore[attr-defined]
+    wait_for(lambda: llm._launched.engine.load().num_running == 0)
+
+
 def test_stop_strings_and_constraints(llm: LLM):
     [whole] = llm.generate("HAMLET:\n", SamplingParams(max_tokens=40, temperature=0), use_tqdm=False)
     word = whole.outputs[0].text.split()[3]
@@ -99,6 +167,14 @@ def test_conversations_are_rendered_as_by_the_server(llm: LLM):
     partial = [*conversation, {"role": "assistant", "content": "I am"}]
     [continued] = llm.chat(partial, GREEDY, use_tqdm=False, continue_final_message=True)
     assert continued.prompt is not None and continued.prompt.endswith("assistant\nI am")
+
+
+def test_conversations_may_have_openais_form(llm: LLM):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Who art thou?"}], "name": "Ann"}]
+    [answer] = llm.chat(parts, GREEDY, use_tqdm=False)
+    assert answer.prompt == "<|im_start|>user\nWho art thou?<|im_end|>\n<|im_start|>assistant\n"
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[0\].type: is 'image_url'"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], GREEDY, use_tqdm=False)
 
 
 def test_threads_share_the_engine(llm: LLM):
@@ -150,7 +226,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     def launch(config: Any, deliver: Any, progress: Any) -> Any:
         engine = _Engine(deliver, is_held=lambda job: job.params.max_tokens == 64)
         return SimpleNamespace(
-            engine=engine, tokenizer=Letters(), info=dataclasses.replace(INFO), grammars=None, close=engine.stop
+            engine=engine,
+            tokenizer=Letters(),
+            info=dataclasses.replace(INFO),
+            grammars=None,
+            close=engine.stop,
+            control=SimpleNamespace(is_asleep=False),
+            weights=SimpleNamespace(lacks_weights=False),
         )
 
     monkeypatch.setattr(launch_module, "launch", launch)
@@ -232,6 +314,10 @@ def test_sampling_parameters_are_checked_when_they_are_made():
     params = SamplingParams(temperature=0.5, stop="END", n=np.int64(2), logit_bias={3: 1}).prompt("a")  # type: ignore[arg-type]
     assert (params.params.temperature, params.params.stop, params.options.n) == (0.5, ("END",), 2)
     assert repr(SamplingParams(top_k=3, stop=["a"])) == "SamplingParams(top_k=3, stop=['a'])"
+    vllm = SamplingParams(top_k=-1, seed=-1, max_tokens=None, stop=None).prompt("a")  # type: ignore[arg-type]
+    assert (vllm.params.top_k, vllm.params.seed, vllm.params.max_tokens, vllm.params.stop) == (0, None, None, ())
+    with pytest.raises(InvalidRequestError, match="sampling.max_tokens: got -1; allowed is 1 or more"):
+        SamplingParams(max_tokens=-1)
     with pytest.raises(TypeError, match="no field 'max_token'; did you mean max_tokens?"):
         SamplingParams(max_token=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="no field 'num_resumed_tokens'"):
@@ -259,6 +345,6 @@ def test_a_wrong_option_is_named(given: dict[str, Any], fault: str):
 
 
 def test_automatic_values_and_whole_numbers_are_options():
-    config = llm_module.offline_config({"model": "m", "max_running": "auto", "memory_fraction": 1})
+    config = llm_module.offline_config({"model": "m", "max_running": "auto", "memory_fraction": 1}, print)
     assert (config.max_running, config.memory_fraction, config.model) == (0, 1.0, "m")
     assert config.max_waiting > 10**9

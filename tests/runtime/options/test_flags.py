@@ -1,4 +1,4 @@
-"""Tests the command line as somebody types it: the model, aliases, misspelt flags and commands, help and version."""
+"""Tests the command line as it is typed: the model, aliases, misspelt flags and commands, help and version."""
 
 import argparse
 import importlib.metadata

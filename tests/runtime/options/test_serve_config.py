@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.commands import generate
 from meshserve.runtime.commands.cli import main
-from meshserve.runtime.options.model_defaults import context_tokens, serving_dtype
+from meshserve.runtime.model_files.model_config import ModelConfig
+from meshserve.runtime.options.flags import Parser, add_options, serve_config
 from meshserve.runtime.options.serve_config import SECTIONS, ServeConfig
 from meshserve.runtime.options.toml_file import read_toml
+from meshserve.runtime.resolve.model_defaults import context_tokens, serving_dtype
 from meshserve.runtime.weights.registry import named_model, published_config
 
 
@@ -23,8 +24,17 @@ def test_every_option_has_help_and_a_type_that_a_flag_can_take():
     for field in dataclasses.fields(ServeConfig):
         about = field.metadata["option"]
         assert about.help and about.section in SECTIONS, field.name
-        assert field.type in (int, float, str, bool) and type(field.default) is field.type, field.name
+        if about.is_list:
+            assert field.type == tuple[str, ...] and field.default == (), field.name
+        else:
+            assert field.type in (int, float, str, bool) and type(field.default) is field.type, field.name
         assert not about.choices or field.default in about.choices, field.name
+
+
+def test_ports_that_the_system_chooses_and_those_of_other_addresses_do_not_clash():
+    ServeConfig(port=0, http_port=0, openai_port=0, gateway_port=-1)
+    ServeConfig(host="127.0.0.1", port=50061, coordinator="10.0.0.1:1234", num_processes=2)
+    ServeConfig(coordinator="127.0.0.1:50051", num_processes=2, process_id=1)  # binds none of them
 
 
 def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
@@ -50,6 +60,11 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"step_port": 99999}, "step_port is 99999; it must be 0 to 65535"),
         ({"http_port": 70000}, "http_port is 70000; it must be -1 to 65535"),
         ({"gateway_port": -7}, "gateway_port is -7; it must be -1 to 65535"),
+        ({"openai_port": 50051}, "port and openai_port are both port 50051; each must be a port of its own. Change op"),
+        ({"http_port": 9, "gateway_port": 9}, "http_port and gateway_port are both port 9"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:50051"}, "port and kv_events_endpoint are both port 50051"),
+        ({"host": "0.0.0.0", "coordinator": "h:50051"}, "port and coordinator are both port 50051"),
+        ({"coordinator": "h:7", "step_port": 7}, "coordinator and step_port are both port 7"),
         ({"reserve_mib": -5}, "reserve_mib is -5; it must be 0 or more"),
         ({"priority_seconds": math.inf}, "priority_seconds is inf; it must be finite"),
         ({"drain_seconds": math.nan}, "drain_seconds is nan; it must be finite"),
@@ -58,6 +73,12 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
         ({"max_running": 8, "max_step_tokens": 7}, "max_step_tokens is 7 and max_running 8: .* Raise it or lower"),
         ({"tp": 4, "cpu_devices": 2}, "tp is 4 but cpu_devices only 2. Raise cpu_devices or set it to 0"),
+        ({"adapter": ("a",)}, "adapter is 'a'; it must be NAME=PATH, such as"),
+        ({"adapter": ("=/a",)}, "adapter is '=/a'; it must be NAME=PATH"),
+        ({"adapter": ("a=/a", "a=/b")}, "adapter gives two paths for the same name"),
+        ({"adapter": ("a=/a",), "coordinator": "h:7"}, "adapters are served by a single process so far, and coord"),
+        ({"max_adapters": 2, "decode_layers": "cuda"}, "decode_layers is cuda: fused layers multiply without adapters"),
+        ({"max_adapters": 257}, "max_adapters is 257; it must be 1 to 256"),
         ({"dtype": "float16"}, "dtype is 'float16'; allowed are auto, bfloat16, float32"),
     ],
 )
@@ -101,12 +122,28 @@ def test_a_whole_number_may_stand_for_a_float(tmp_path: Path):
     assert read_toml(write_toml(tmp_path, "drain_seconds = 5")) == {"drain_seconds": 5.0}
 
 
+@pytest.mark.parametrize("text", ["[adapter]\na = '/x=y'\nb = '/z'", "adapter = ['a=/x=y', 'b=/z']"])
+def test_a_toml_file_names_adapters_in_a_table_or_a_list(text: str, tmp_path: Path):
+    config = ServeConfig(**read_toml(write_toml(tmp_path, text)))
+    assert config.adapter_paths == {"a": "/x=y", "b": "/z"} and config.num_adapter_slots == 8
+    assert ServeConfig().num_adapter_slots == 0 and ServeConfig(max_adapters=3).num_adapter_slots == 3
+
+
+def test_the_flag_of_an_adapter_may_be_repeated():
+    parser = Parser()
+    add_options(parser)
+    assert serve_config(parser.parse_args(["--adapter", "a=/x", "--adapter", "b=/y"])).adapter == ("a=/x", "b=/y")
+    assert serve_config(parser.parse_args([])).adapter == ()
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
+        ("adapter = 'a=/x'", "adapter is 'a=/x'; it must be a list or a table of texts"),
+        ("adapter = {a = 1}", "it must be a list or a table of texts"),
         ("max_runing = 3", "unknown key 'max_runing'. Did you mean max_running?"),
-        ("tp = 2\ntensor_parallel_size = 2", "tensor_parallel_size and tp are the same option. Omit one."),
-        ("zzz = 3", "unknown key 'zzz'. Known keys: model, revision, tp, "),
+        ("tp = 2\ntensor_parallel_size = 2", "tp and tensor_parallel_size = 2 are the same option. Omit one."),
+        ("zzz = 3", "unknown key 'zzz'."),
         ("tp = '2'", "tp is '2'; it must be of type int"),
         ("tp = true", "tp is True; it must be of type int"),
         ("tp = 2.0", "tp is 2.0; it must be of type int"),

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
-from meshserve.runtime.planning.buckets import declare_buckets
-from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, Batch, BatchBuilder, Bucket
-from meshserve.runtime.program.processor_batch import SAMPLES, ProcessorBatchBuilder, ProcessorShape
+from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket, StepBatch
+from meshserve.runtime.program.processors.processor_batch import SAMPLES, ProcessorBatchBuilder, ProcessorShape
+from meshserve.runtime.resolve.buckets import declare_buckets
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
-from meshserve.runtime.scheduler.step_plan import Chunk, StepPlan
+from meshserve.runtime.scheduler.step_plan import ScheduledChunk, StepPlan
 from tests.runtime.simulation import make_request, tight_limits
 
 LIMITS = SchedulerLimits(page_size=4, max_running=3, max_step_tokens=16, max_waiting=8, max_context=64)
@@ -35,7 +35,7 @@ class Loop:
         )
         processors = ProcessorBatchBuilder(max_running=limits.max_running, vocab_size=1000, eos_token_ids=frozenset())
         self.builder = BatchBuilder(self.buckets, **sizes, max_request_pages=16, processors=processors)
-        self.page_rows: list[list[int]] = []  # of the last step
+        self.page_rows: list[list[int]] = []  # the last step's
         self.plan: StepPlan | None = None
 
     def add(self, *requests: Request) -> None:
@@ -51,7 +51,7 @@ class Loop:
         assert packed.dtype == np.int32 and packed.shape == (bucket.size,)
         return bucket, {name: packed[place] for name, place in bucket.fields.items()}
 
-    def build(self, plan: StepPlan) -> Batch:
+    def build(self, plan: StepPlan) -> StepBatch:
         """Packs a plan, and checks that what is kept of the last one makes no difference."""
         batch = self.builder.build(plan)
         layouts, self.builder._layouts = self.builder._layouts, {}
@@ -233,7 +233,7 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(
     builder = BatchBuilder(
         buckets, max_running=max_running, page_size=32, max_request_pages=4, processors=no_processors()
     )
-    chunk = Chunk(make_request(1), 0, 1, True)
+    chunk = ScheduledChunk(make_request(1), 0, 1, True)
     for num_tokens in range(1, max_step_tokens + 1):
         num_decodes = min(num_tokens, max_running) - 1
         prefill = chunk._replace(num_tokens=num_tokens - num_decodes)
@@ -260,7 +260,7 @@ def test_decodes_that_are_not_fused_have_sizes_between_the_powers_of_two():
     assert sizes(has_decode_kernels=False) == [2**power for power in range(11)]
 
 
-def step_plan(decodes: list[Request], prefills: list[Chunk], num_steps: int) -> StepPlan:
+def step_plan(decodes: list[Request], prefills: list[ScheduledChunk], num_steps: int) -> StepPlan:
     return StepPlan(
         decodes=decodes, starts=[1] * len(decodes), prefills=prefills, num_steps=num_steps,
         decode_lengths=[num_steps] * len(decodes) if num_steps > 1 else [], admitted=[], preempted=[],

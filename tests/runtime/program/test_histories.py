@@ -12,7 +12,7 @@ from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from tests.runtime.simulation import Simulation, make_limits, make_request, output_alone, tight_limits
 
-WEIGHTS = {"": 1.0, "a": 1.0, "b": 3.0}  # of tenants
+WEIGHTS = {"": 1.0, "a": 1.0, "b": 3.0}  # tenants' weights
 STEM = tuple(1 + index % 7 for index in range(24))  # prompts that begin with it share pages
 
 

@@ -12,9 +12,15 @@ from jax.sharding import PartitionSpec
 
 from meshserve.runtime.api.request import NO_TOKEN
 from meshserve.runtime.api.sampling_params import SamplingMode
-from meshserve.runtime.processors.contract import COUNT, ENDS, IN_PROMPT, ProcessorState
-from meshserve.runtime.program import logits_processors
-from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape, next_size, processor_sizes
+from meshserve.runtime.program.processors import logits_processors
+from meshserve.runtime.program.processors.contract import COUNT, ENDS, IN_PROMPT, ProcessorState
+from meshserve.runtime.program.processors.processor_batch import (
+    ADJUSTS,
+    SAMPLES,
+    ProcessorShape,
+    next_size,
+    processor_sizes,
+)
 from meshserve.runtime.program.sampling import sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
@@ -23,7 +29,7 @@ NUM_ROWS, VOCAB_SIZE = 4096, 61  # is a multiple of no TP size: there is padding
 STATE_ROWS, STATE_ROW = 3, 1  # the row that cases use
 SHAPE = ProcessorShape(NUM_ROWS)
 NO_ROW = STATE_ROWS
-CHEATING_LOGIT = 1e9  # of the padding
+CHEATING_LOGIT = 1e9  # logit of the padding
 VOCAB = PartitionSpec(None, TENSOR_AXIS)
 ANY = PartitionSpec()
 
@@ -323,7 +329,7 @@ def test_log_probabilities_and_the_likeliest_tokens(tp: int, vocab_size: int, ha
 
 
 def test_log_probabilities_are_of_the_models_own_distribution():
-    """Of the token that was drawn under every control, they are those of the bare logits."""
+    """For the token that was drawn under every processor, they are those of the bare logits."""
     case = new_case(**CASES["all"], has_logprobs=True)
     _, _, sampled = case.run(4, 1, np.arange(NUM_ROWS))
     expected = new_case().logits.astype(np.float64)

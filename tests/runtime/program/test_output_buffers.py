@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.resolved_server import resolve_here
 from meshserve.runtime.program.step_runner import StepRunner
+from meshserve.runtime.resolve.resolved_server import resolve_here
 from meshserve.runtime.startup.launch import open_model
 from meshserve.runtime.startup.runner_build import compile_runner
 from meshserve.sharding.mesh import make_mesh

@@ -19,7 +19,7 @@ from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 TP_SIZES = (1, 4, 8)
 NUM_ROWS, VOCAB_SIZE = 4096, 61  # the vocabulary is a multiple of no TP size: there is padding at TP 4 and 8
-CHEATING_LOGIT = 1e9  # of the padding: chosen at once by a sampler that looks there
+CHEATING_LOGIT = 1e9  # logit of the padding, chosen at once by a sampler that reads it
 
 
 def over_shards(tp: int, function, num_row_arguments: int):
@@ -97,7 +97,7 @@ def top_p_set(logits: np.ndarray, p: float) -> np.ndarray:
 
 
 def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Of one row's tokens, in float64: temperature, then top-k, then top-p of what is left."""
+    """Probabilities of one row's tokens in float64: temperature, then top-k, then top-p of what is left."""
     scaled = logits.astype(np.float64) / temperature
     scaled = np.where(top_k_set(scaled, top_k), scaled, -np.inf)
     scaled = np.where(top_p_set(scaled, top_p), scaled, -np.inf)

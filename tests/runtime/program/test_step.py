@@ -13,10 +13,10 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from meshserve.kernels.paged_attention import implementation
-from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.sampling_params import SamplingMode
-from meshserve.runtime.model.qwen3 import Kernels, specs_of
-from meshserve.runtime.planning.server_programs import ServerPrograms
+from meshserve.runtime.backend.kernels import Kernels
+from meshserve.runtime.model.partitioning import specs_of
+from meshserve.runtime.model_files.model_config import ModelConfig
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.output_buffers import output_buffer_shapes
 from meshserve.runtime.program.step import (
@@ -28,6 +28,7 @@ from meshserve.runtime.program.step import (
     state_shapes,
     weights_of,
 )
+from meshserve.runtime.resolve.server_programs import ServerPrograms
 from meshserve.runtime.weights.registry import abstract_model, named_model
 from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import make_mesh, named_sharding

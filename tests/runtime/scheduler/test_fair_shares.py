@@ -205,7 +205,7 @@ def test_a_queue_full_of_one_tenant_has_room_for_another():
 @given(st.integers(0, 2**32), st.integers(12, 60), st.integers(1, 6), st.integers(2, 5))
 @settings(max_examples=60)
 def test_shares_hold_in_every_step_and_all_end(seed: int, num_pages: int, max_running: int, num_tenants: int):
-    """The simulation checks after every step that nobody within its share gave way, and at the end every output."""
+    """The simulation checks after every step that no tenant within its share gave way, and at the end every output."""
     simulation = simulate(num_pages, max_running=max_running, max_step_tokens=24, max_context=48)
     rng = random.Random(seed)
     weights = {f"t{index}": rng.choice((0.5, 1.0, 4.0)) for index in range(num_tenants)}

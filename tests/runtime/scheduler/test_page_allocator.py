@@ -74,7 +74,7 @@ def test_a_freed_page_is_found_until_its_room_is_needed():
     pages.free(held)
     assert (pages.num_free_pages, pages.num_evictable_pages) == (3, 2)
     assert pages.match([b"a", b"b"]) == held
-    assert pages.allocate(1) == [2]  # what nobody could find goes first
+    assert pages.allocate(1) == [2]  # a page that could not be found goes first
     assert pages.match([b"a", b"b"]) == held
     pages.allocate(1)
     assert pages.match([b"a", b"b"]) == held[:1]  # then the end of a chain
@@ -166,7 +166,7 @@ def test_a_flush_forgets_kept_pages_and_no_held_ones():
     pages.publish(kept[0], b"kept")
     pages.free(kept)
     assert pages.flush() == 1 and pages.flush() == 0
-    assert pages.num_evictions == 0  # nobody needed the room
+    assert pages.num_evictions == 0  # no request needed the memory
     assert (pages.match([b"kept"]), pages.match([b"held"])) == ([], held[:1])
     pages.free(held)
     pages.audit([])

@@ -146,9 +146,7 @@ class LateMasks(Simulation):
     def step(self) -> None:
         plan = self.dispatch()
         if self.in_flight and (plan is None or len(self.in_flight) > self.num_steps_ahead):
-            for request, _ in self.collect():
-                if not request.is_finished and (request.seed % 4 == 0 or self.draw.random() < 0.3):
-                    self.ready_at[request] = self.now + self.draw.randint(1, 5)
+            self.collect_late()
         for request, moment in list(self.ready_at.items()):
             if moment <= self.now or request.is_finished:
                 del self.ready_at[request]
@@ -167,6 +165,20 @@ class LateMasks(Simulation):
             if plan is not None and index < len(plan.drafts) and self.draw.random() < 0.3:  # no masks after some drafts
                 self.num_valid.setdefault(id(plan), {})[index] = self.draw.randint(1, len(plan.sample_rows[index]))
                 self.num_cut += 1
+        self.scheduler.audit()
+
+    def collect_late(self) -> None:
+        """Collects the oldest step. The next one is planned before it shows which masks are late."""
+        for request, _ in self.collect():
+            if not request.is_finished and (request.seed % 4 == 0 or self.draw.random() < 0.3):
+                self.ready_at[request] = self.now + self.draw.randint(1, 5)
+
+    def rebuild(self) -> None:
+        """Preempts all requests for an empty cache, as between two meshes."""
+        while self.in_flight:
+            self.collect_late()
+        self.scheduler.preempt_all()
+        self.allocator.reset(self.allocator.num_pages)
         self.scheduler.audit()
 
 
@@ -192,6 +204,8 @@ def test_requests_whose_masks_are_late_lose_nothing(
             simulation.step()
         if draw.random() < 0.1:
             simulation.finish(draw.choice(simulation.accepted))
+        if draw.random() < 0.1:
+            simulation.rebuild()
     for _ in range(100_000):
         if not (simulation.scheduler.has_work or simulation.in_flight):
             break

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.request import Request
-from meshserve.runtime.drafting.draft_counts import Acceptance
-from meshserve.runtime.drafting.prompt_lookup import PromptLookup
 from meshserve.runtime.program.batch import ON_DEVICE
-from meshserve.runtime.scheduler import speculation
+from meshserve.runtime.scheduler.drafts import speculation
+from meshserve.runtime.scheduler.drafts.draft_counts import Acceptance
+from meshserve.runtime.scheduler.drafts.prompt_lookup import PromptLookup
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import StepPlan
@@ -111,7 +111,7 @@ def test_drafts_lie_between_the_decodes_and_are_sampled_behind_all() -> None:
     assert fields["token_ids"][0] == plan.decodes[0].output_token_ids[-1] != ON_DEVICE
     assert fields["token_ids"][1:4].tolist() == plan.drafts[0]
     assert fields["last_index"][:6].tolist() == [0, 4, 6, 1, 2, 3]
-    assert fields["slots"][:6].tolist() == [0, 1, 2, 8, 8, 8]  # a draft's sample is nobody's last token
+    assert fields["slots"][:6].tolist() == [0, 1, 2, 8, 8, 8]  # a draft's sample is no request's last token
     assert fields["seed_low"][:6].tolist() == [3, 4, 5, 3, 3, 3]
 
 
@@ -157,7 +157,7 @@ def test_requests_with_processors_have_drafts_as_well() -> None:
 
 
 def test_samples_that_do_not_count_end_what_is_accepted() -> None:
-    """Of a request with three drafts that hold, two samples count, so one draft is accepted."""
+    """Two samples count of a request with three right drafts, so one draft is accepted."""
     simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_min_match=2), num_pages=16)
     simulation.add(request := repetitive())
     while not (plan := simulation.dispatch()) or not plan.drafts:

@@ -8,7 +8,7 @@ import pytest
 
 from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
 from meshserve.runtime.api.request import FinishReason, Request, RequestOptions
-from meshserve.runtime.pace.pace import Pace
+from meshserve.runtime.scheduler.pace import Pace
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.ranked_queue import RankedQueue
 from meshserve.runtime.scheduler.scheduler import Scheduler
@@ -92,7 +92,7 @@ def test_prefill_beside_decodes_is_bounded():
     scheduler = make_scheduler(max_step_tokens=16, max_prefill_tokens=3)
     scheduler.add(make_request(1, num_prompt_tokens=12, max_tokens=9))
     plan = scheduler.plan(0.0)
-    assert plan is not None and plan.num_prefill_tokens == 12  # nobody decodes: all of the budget
+    assert plan is not None and plan.num_prefill_tokens == 12  # no request decodes: all of the budget
     scheduler.add(make_request(2, num_prompt_tokens=20))
     plan = scheduler.plan(0.0)
     assert plan is not None and (len(plan.decodes), plan.num_prefill_tokens) == (1, 3)
@@ -148,9 +148,9 @@ def test_long_cached_prompts_that_wait_are_looked_up_in_few_pages(monkeypatch: p
         return match(pages, keys)
 
     monkeypatch.setattr(PageAllocator, "match", counted)
-    assert not scheduler._is_load_low([], 8 * 29)  # 435 tokens are left
+    assert not scheduler._running.is_load_low([], 8 * 29)  # 435 tokens are left
     scheduler.finish(waiting[0], FinishReason.CANCELLED, 0.0)
-    assert scheduler._is_load_low([], 8 * 29)
+    assert scheduler._running.is_load_low([], 8 * 29)
     assert len(waiting) < len(looked_up) < 20 * len(waiting)
 
 
@@ -365,7 +365,7 @@ def test_options_out_of_range_are_refused(fields: dict, fault: str):
 
 
 def window_of(*requests: Request, num_pages: int = 32, **changes: float) -> tuple[int, list[int]]:
-    """Of the first dispatch after the prefill: its steps, and those of each request."""
+    """Returns the steps of the first dispatch after the prefill, and those of each request."""
     scheduler = make_scheduler(num_pages, **{"max_decode_steps": 4, **changes})
     for request in requests:
         scheduler.add(request)

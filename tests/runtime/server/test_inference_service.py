@@ -27,7 +27,7 @@ from meshserve.runtime.api.errors import (
 from meshserve.runtime.api.request import FinishReason, Load
 from meshserve.runtime.client.client import AsyncClient, CallError, Client, Usage, call_errors
 from meshserve.runtime.client.messages import constraint_message
-from meshserve.runtime.server.inference_service import Backend, Edge
+from meshserve.runtime.server.edge import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.server.method_permissions import SERVICE_NAME
 from meshserve.runtime.server.output_queue import OutputQueues
@@ -402,7 +402,7 @@ def test_a_caller_that_never_reads_and_then_vanishes_leaves_nothing_behind(caplo
                     next(stuck)
                 wait_for(lambda: ("stuck", FinishReason.CANCELLED) in server.engine.cancels)
                 wait_for(lambda: server.room.num_open == 0)
-            wait_for(lambda: not server.room._by_request)  # the handler, too, has left
+            wait_for(lambda: not server.room._by_request)  # the handler has also left
             assert server.engine.ends == ["stuck"]
             server.engine.ends.clear()
             server.engine.cancels.clear()
@@ -413,7 +413,7 @@ def test_a_caller_that_never_reads_and_then_vanishes_leaves_nothing_behind(caplo
                 next(stuck), next(other)
             # A request is cancelled by the limit and again as its handler leaves; the second one some 30 ms later.
             wait_for(lambda: {name for name, _ in server.engine.cancels} == set(both))
-            server.stop()  # well before the drain would end: nobody waits for those who do not read
+            server.stop()  # well before the drain would end: it does not wait for callers that do not read
             assert sorted(server.engine.ends) == sorted(both)
     assert logged_errors(caplog.records) == []
 
@@ -492,7 +492,7 @@ def test_sigterm_drains(capfd):
 
 
 def test_many_streams_with_random_cancels_end_once_each(caplog):
-    """Half of those who lose patience leave streams that stand still, the others leave if they are in time."""
+    """Half of the impatient callers leave streams that stand still, the others leave if they are in time."""
     sizes = {str(seed): random.Random(seed).choices(range(1, 90), k=3) for seed in range(64)}
     impatient = {name for name, (_, max_tokens, patience) in sizes.items() if patience < max_tokens}
     held = set(sorted(impatient)[::2])

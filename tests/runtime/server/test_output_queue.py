@@ -70,6 +70,22 @@ def test_steps_that_come_before_the_handler_wakes_are_one_output():
     asyncio.run(main())
 
 
+def test_what_was_generated_is_taken_before_the_error_of_a_stop():
+    async def main():
+        room, _ = bound_room()
+        queue = room.open("a")
+        room.deliver([token("a", 1), token("a", 2)])
+        await settle()
+        room.fail_all(EngineStoppedError("the server was stopped"))
+        room.deliver([token("a", 3)])
+        await settle()
+        assert (await queue.take()).token_ids == (1, 2)
+        with pytest.raises(EngineStoppedError, match="was stopped"):
+            await queue.take()
+
+    asyncio.run(main())
+
+
 def test_a_step_wakes_the_loop_once(monkeypatch):
     async def main():
         room, _ = bound_room()
@@ -153,7 +169,7 @@ def test_log_probabilities_of_prompts_count_an_eighth():
 
 
 def test_what_has_gathered_is_no_larger_than_a_message_may_be():
-    """The log-probabilities of a long prompt come step by step, and go out so if nobody reads for a while."""
+    """The log-probabilities of a long prompt come step by step, and are sent so to a caller that does not read."""
 
     async def main():
         room, _ = bound_room()

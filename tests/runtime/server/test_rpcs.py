@@ -11,6 +11,7 @@ import urllib.request
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import BadStatusLine, HTTPConnection
 from typing import Any
 
 import grpc
@@ -31,8 +32,8 @@ from meshserve.runtime.api.errors import (
 )
 from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.client.client import CallError, Client, call_errors
+from meshserve.runtime.server.edge import Edge
 from meshserve.runtime.server.grpc_status import GRPC_STATUS
-from meshserve.runtime.server.inference_service import Edge
 from meshserve.runtime.server.lifecycle import Listen, _probes, run_server
 from meshserve.runtime.server.method_permissions import QUEUED_METHODS, SERVICE_NAME
 from meshserve.runtime.server.output_queue import OutputQueues
@@ -103,6 +104,29 @@ def test_what_they_refuse(server, method, request_message, field):
     assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field)
 
 
+MOST = 2**22 - 2**10  # bytes of an answer, of which a few describe it
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_answers_are_no_longer_than_clients_take(server, monkeypatch, excess: int):
+    """With gRPC's default limit. A token may have many characters, and a character many bytes."""
+    assert server.edge.backend is not None
+    tokenizer = server.edge.backend.tokenizer
+    text = "é" * (MOST // 2) + "x" * excess
+    token_ids = (1,) * (MOST - 5 + excess)  # beside the field's number and length
+    monkeypatch.setattr(tokenizer, "decode", lambda token_ids: text)
+    monkeypatch.setattr(tokenizer, "encode", lambda text: token_ids)
+    tokenize, detokenize = pb.TokenizeRequest(text="a"), pb.DetokenizeRequest(token_ids=[1, 2])
+    if not excess:
+        assert call(server.target, "Detokenize", detokenize).text == text
+        assert tuple(call(server.target, "Tokenize", tokenize).token_ids) == token_ids
+        return
+    for method, asked, field in (("Tokenize", tokenize, "text"), ("Detokenize", detokenize, "token_ids")):
+        with pytest.raises(CallError, match=f"an answer of {MOST + 1} bytes; allowed are {MOST}, because") as caught:
+            call(server.target, method, asked)
+        assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field)
+
+
 @contextlib.contextmanager
 def slow_texts(server: Running) -> Iterator[threading.Event]:
     """Texts that begin with "slow" are not tokenised until the event is set."""
@@ -129,7 +153,7 @@ def slow_texts(server: Running) -> Iterator[threading.Event]:
 def test_a_flood_of_tokenize_and_detokenize_holds_up_no_request():
     """The calls wait in a pool of their own, up to its bound; more are refused with a hint."""
     with running() as server, slow_texts(server) as opened, ThreadPoolExecutor(12) as pool:
-        server.edge.serving()[1]._conversions.max_calls = 16  # of which a tenant may have half
+        server.edge.serving()[1]._conversions.max_calls = 16  # a tenant may have half
         requests = [("Tokenize", pb.TokenizeRequest(text="slow")), ("Detokenize", pb.DetokenizeRequest(token_ids=[97]))]
         calls = [pool.submit(call, server.target, *request) for request in requests * 6]
         wait_for(lambda: sum(each.done() for each in calls) == 4)
@@ -144,6 +168,34 @@ def test_a_flood_of_tokenize_and_detokenize_holds_up_no_request():
             assert list(client.chat(chat, max_tokens=1))[-1].finish.usage.num_output_tokens == 1
         opened.set()
         assert sum(each.exception() is None for each in calls) == 8
+
+
+def test_a_prompt_is_not_tokenised_for_a_caller_who_has_left():
+    """It waits for a thread, and its caller leaves. Prompts that come after it are tokenised, but it never is."""
+    with running() as server, slow_texts(server) as opened, ThreadPoolExecutor(8) as pool:
+        assert server.edge.backend is not None
+        tokenizer, prompts = server.edge.backend.tokenizer, server.edge.serving()[1]._short_prompts
+        encode, seen = tokenizer.encode, []
+
+        def seeing(text: str) -> tuple[int, ...]:
+            seen.append(text[:4])
+            return encode(text)
+
+        tokenizer.encode = seeing  # type: ignore[method-assign]
+        long = " " * 3_000
+        calls = [pool.submit(generate, server.target, pb.GenerateRequest(text="slow" + long)) for _ in range(2)]
+        wait_for(lambda: seen == ["slow"] * 2)  # both threads are taken
+        with grpc.insecure_channel(server.target) as channel:
+            left = pb_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="left" + long))
+            wait_for(lambda: prompts.num_calls == 3)
+            left.cancel()
+        wait_for(lambda: prompts.num_calls == 2)
+        calls.append(pool.submit(generate, server.target, pb.GenerateRequest(text="more" + long)))
+        wait_for(lambda: prompts.num_calls == 3)
+        opened.set()
+        for each in calls:  # 3,004 tokens do not fit
+            assert each.result() is Code.INVALID_ARGUMENT
+        assert seen == ["slow", "slow", "more"]
 
 
 def test_long_prompts_hold_up_no_short_ones():
@@ -336,6 +388,19 @@ def test_metrics_count_what_happened():
         assert http(server, "/nothing")[0] == 404
 
 
+def test_http_clients_at_the_grpc_port_are_told_of_in_the_log(caplog):
+    """As docs/coming_from.md says: grpc answers them in HTTP/2, and tells the server nothing."""
+    caplog.set_level(logging.INFO)
+    with running() as server:
+        host, _, port = server.target.rpartition(":")
+        asking = HTTPConnection(host, int(port), timeout=WAIT_SECONDS)
+        asking.request("GET", "/v1/models")
+        with pytest.raises(BadStatusLine):
+            asking.getresponse()
+        asking.close()
+    assert f"port {port} speaks gRPC; HTTP clients need --openai-port" in caplog.text
+
+
 def test_connections_that_ask_nothing_keep_no_probe_out():
     with running(listen=Listen(http_port=0)) as server, contextlib.ExitStack() as stack:
         for _ in range(100):  # more than are kept open
@@ -356,7 +421,8 @@ def test_probes_while_the_engine_dies():
 
 
 def test_a_stopping_server_logs_one_line(caplog):
-    with caplog.at_level(logging.INFO), running() as server:
+    with running() as server, caplog.at_level(logging.INFO):
+        caplog.clear()  # of the start's lines, if an earlier test has left the level at INFO
         server.stop()
     lines = [record for record in caplog.records if record.name == "meshserve.runtime.server.lifecycle"]
     assert [line.getMessage() for line in lines] == [f"stopping; open requests: 0, grace period: {WAIT_SECONDS:g} s"]

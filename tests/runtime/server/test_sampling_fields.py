@@ -12,16 +12,16 @@ from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.api.request import FinishReason, Output, Request, TokenLogprobs
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams, Stage, params_at
 from meshserve.runtime.client import messages, resume
-from meshserve.runtime.planning.buckets import declare_buckets
-from meshserve.runtime.processors.contract import COUNT, ENDS, IN_PROMPT
 from meshserve.runtime.program.batch import BatchBuilder
-from meshserve.runtime.program.processor_batch import (
+from meshserve.runtime.program.processors.contract import COUNT, ENDS, IN_PROMPT
+from meshserve.runtime.program.processors.processor_batch import (
     ADJUSTS,
     SAMPLES,
     ProcessorBatch,
     ProcessorBatchBuilder,
     ProcessorShape,
 )
+from meshserve.runtime.resolve.buckets import declare_buckets
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler

@@ -19,9 +19,9 @@ from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.runner import Runner
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning import resolved_server
 from meshserve.runtime.program.batch import BatchBuilder
-from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
+from meshserve.runtime.program.processors.processor_batch import ProcessorBatchBuilder
+from meshserve.runtime.resolve import resolved_server
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
@@ -94,7 +94,7 @@ class Serving:
             record=self.records.append,
         )
         self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.logprobs: list[TokenLogprobs] = []  # of all requests
+        self.logprobs: list[TokenLogprobs] = []  # for all requests
         self.ends: dict[tuple[str, int], Output] = {}
         self._changed = threading.Condition()
         self.engine.start()

@@ -1,5 +1,6 @@
 """Tests what a server checks before it opens a port, and what it tells when it starts."""
 
+import dataclasses
 import logging
 import socket
 import subprocess
@@ -13,13 +14,15 @@ import pytest
 from meshserve.runtime.api.engine_api import ModelInfo
 from meshserve.runtime.api.errors import ConfigError, MeshserveError
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.resolved_server import PlacedServer, resolve_here
+from meshserve.runtime.resolve.resolved_server import PlacedServer, resolve_here
 from meshserve.runtime.startup import serve, summary
 from meshserve.runtime.startup.checks import check_before_listening
+from meshserve.runtime.weights.load import read_model_with_weights
 from meshserve.runtime.weights.locate import find_model
 from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding import chips
 from meshserve.sharding.mesh import make_mesh
+from tests.checkpoints import edit_config, truncated_demo
 from tests.runtime.loopback import INFO
 from tests.waiting import WAIT_SECONDS
 
@@ -48,13 +51,39 @@ def test_what_can_be_served_passes():
     check_before_listening(ServeConfig(model="qwen3-32b", random_weights=True, port=0, tp=8, cache_dir=""))
 
 
-def test_a_port_in_use_is_found_before_the_devices_start():
+def test_keys_of_config_json_that_are_not_known(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A start names them once; with --strict-config it ends before a port opens."""
+    directory = truncated_demo(tmp_path, 1)
+    edit_config(directory, zigzag_rate=2, tie_word_embeddings=None)
+    config = ServeConfig(model=str(directory), port=0, cache_dir="")
+    with caplog.at_level(logging.INFO, logger="meshserve"):
+        check_before_listening(config)
+        files = find_model(str(directory))
+        read_model_with_weights(files.small / "config.json", files.weights)
+    told = [record.getMessage() for record in caplog.records if "config.json" in record.getMessage()]
+    assert told == [
+        "config.json: keys that meshserve does not know are ignored: zigzag_rate",
+        "config.json lacks keys; transformers' defaults are used: tie_word_embeddings = false",
+    ]
+    strict = dataclasses.replace(config, strict_config=True)
+    with pytest.raises(MeshserveError, match="does not know: zigzag_rate.*omit --strict-config"):
+        check_before_listening(strict)
+    edit_config(directory, zigzag_rate=None)
+    with pytest.raises(MeshserveError, match="lacks options: tie_word_embeddings = false would be assumed"):
+        check_before_listening(strict)
+
+
+@pytest.mark.parametrize("option", ["port", "http_port", "gateway_port", "openai_port", "kv_events_endpoint"])
+def test_a_port_in_use_is_found_before_the_devices_start(option: str):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}: it is in use"):
-            check_before_listening(ServeConfig(model="/no/such", port=port))
+        value = f"tcp://127.0.0.1:{port}" if option == "kv_events_endpoint" else port
+        options: dict[str, Any] = {"port": 0, option: value}
+        flag = option.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}: it is in use.* another --{flag}"):
+            check_before_listening(ServeConfig(model="/no/such", **options))
 
 
 def test_the_command_says_it_in_one_line_and_does_not_listen():
@@ -86,15 +115,36 @@ def test_the_log_tells_what_to_expect(caplog: pytest.LogCaptureFixture):
 
 
 def test_the_log_tells_the_speed_of_known_devices(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    """Takes CPU devices for H100s; the figures are those of `meshserve plan`."""
+    """Takes CPU devices, with XLA's attention, for H100s; the figures are those of `meshserve plan`."""
     monkeypatch.setattr(summary, "chip_of", lambda device: chips.CHIPS["h100"])
     text = told(resolved(), caplog)
-    assert "expected speed, at most, by the roofline: " in text and " tokens/s for 4 requests of 1,024 tokens" in text
+    assert "expected speed, at most, by the roofline (the kernels were never measured on this chip): " in text
+    assert " tokens/s for 4 requests of 1,024 tokens" in text
+
+
+def test_the_log_tells_what_is_assumed_of_unknown_devices(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    found = chips.GPUAttributes("NVIDIA A10G", (8, 6), 22 << 30, 80, clock_hz=1.71e9, bytes_per_second=6e11)
+    monkeypatch.setattr(summary, "chip_of", lambda device: chips.gpu_of(found))
+    text = told(resolved(), caplog)
+    assert "NVIDIA A10G is not in sharding/chips; its attributes say 22.0 GiB, 600 GB/s and 140 TFLOPS" in text
 
 
 def test_a_page_size_that_kernels_do_not_support_is_warned_of(caplog: pytest.LogCaptureFixture):
     text = told(resolved(page_size=33), caplog)
     assert "WARNING page_size is 33, which is not a multiple of 16" in text and "Use 16 or 32." in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [(0o755, ""), (0o2775, ""), (0o777, "it has mode 777, so that other users may write to it")]
+)
+def test_a_directory_of_programs_that_others_may_write_to_is_warned_of(mode: int, said: str, tmp_path: Path):
+    """A group that shares it, as on a volume of Kubernetes, is trusted."""
+    tmp_path.chmod(mode)
+    warnings = summary.cache_dir_warnings(str(tmp_path))
+    assert len(warnings) == bool(said) and all(said in warning for warning in warnings)
+    assert not summary.cache_dir_warnings("") and not summary.cache_dir_warnings(str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(("num_pages", "is_warned"), [(1, True), (31, True), (32, False)])

@@ -18,11 +18,11 @@ from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.client.client import CallError, Client, call_errors
 from meshserve.runtime.commands.generate import generate_file
-from meshserve.runtime.kv_events.feed import block_hash
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.server.inference_service import Backend, Edge
+from meshserve.runtime.server.edge import Backend, Edge
 from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.startup.launch import launch
+from meshserve.runtime.telemetry.kv_events.feed import block_hash
 from tests import checkpoints
 from tests.kv_subscriber import Subscriber, check_prefixes
 from tests.runtime.loopback import serving
@@ -54,6 +54,17 @@ def test_a_models_sampling_defaults_hold_unless_a_request_says_otherwise(tmp_pat
     assert off[0]["token_ids"][:9] == tokens[2] != tokens[0]
     with pytest.raises(ConfigError, match="generation_config.json sets repetition_penalty, which needs"):
         completions(model, tmp_path, bare, logits_processors=False)
+
+
+def test_a_seed_of_the_server_makes_requests_without_one_reproducible(tmp_path: Path) -> None:
+    model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=1)
+    lines = [{"prompt_token_ids": [1, 2, 3], "max_tokens": 9, "ignore_eos": True}] * 2
+    first, again, other = (
+        [line["token_ids"] for line in completions(model, tmp_path, *lines, seed=seed, logits_processors=False)]
+        for seed in (3, 3, 4)
+    )
+    assert first == again != other
+    assert first[0] != first[1], "requests draw different tokens"
 
 
 def test_a_model_without_a_tokenizer_is_served_for_token_ids(tmp_path: Path) -> None:
@@ -101,10 +112,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_served(tmp_path: Path) -
     assert free["finish_reason"] == "length" and max(free["token_ids"]) < 200
 
 
-def test_end_tokens_that_the_vocabulary_no_longer_has_are_left_out(tmp_path: Path) -> None:
+def test_end_tokens_that_the_vocabulary_no_longer_has_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The generation_config.json of a model whose vocabulary was cut. Penalties write down which tokens end."""
+    caplog.set_level("INFO")
     model = checkpoints.save_checkpoint(tmp_path, num_hidden_layers=1)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 319, 320, 151645]}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "A"}))
     ends: list[Output] = []
     has_ended = threading.Event()
 
@@ -118,7 +133,9 @@ def test_end_tokens_that_the_vocabulary_no_longer_has_are_left_out(tmp_path: Pat
         max_context=32, cache_dir="",
     )  # fmt: skip
     launched = launch(config, deliver)
-    assert launched.info.eos_token_ids == (5, 319)
+    assert launched.info.eos_token_ids == (5, 32, 319)
+    named = "32 A (tokenizer_config.json); 319 (generation_config.json)"
+    assert f"end tokens: 5 & (generation_config.json); {named}" in caplog.text
     launched.engine.start()
     try:
         launched.engine.submit("a", (1, 2), SamplingParams(max_tokens=4, ignore_eos=False, presence_penalty=1.0))

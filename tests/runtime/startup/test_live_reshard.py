@@ -39,7 +39,7 @@ SAMPLING = [SamplingParams(max_tokens=MAX_TOKENS, temperature=t, seed=5, ignore_
 
 
 class Streams:
-    """Collects outputs; `wait` until so many tokens have come, all streams together."""
+    """Collects outputs; `wait` waits for a number of tokens, all streams together."""
 
     def __init__(self) -> None:
         self.token_ids: dict[str, list[int]] = {}
@@ -220,7 +220,7 @@ EXPERTS = {**checkpoints.TINY_EXPERTS, "num_experts": 12, "moe_intermediate_size
 
 @pytest.mark.parametrize("is_by_expert", [False, True])
 def test_moved_experts_are_those_that_loading_gives(is_by_expert: bool, tmp_path: Path) -> None:
-    """With padding: neither 12 experts nor their 20 rows are multiples of 8. From tensor to expert, too."""
+    """With padding: neither 12 experts nor their 20 rows are multiples of 8. Also from tensor to expert."""
     directory = checkpoints.save_checkpoint(tmp_path, num_hidden_layers=2, **EXPERTS)
     config = read_model(directory / "config.json")
 

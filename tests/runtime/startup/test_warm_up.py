@@ -11,14 +11,14 @@ import pytest
 
 from meshserve.runtime.cluster.membership import Membership
 from meshserve.runtime.cluster.preflight import Cluster
-from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
-from meshserve.runtime.expert_counts import expert_tokens
+from meshserve.runtime.draft.model.drafting_runner import RunnerBeside
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.program import expert_tokens
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup import launch
 from meshserve.runtime.startup.runner_build import _one_token, warm_up
 from tests import checkpoints
-from tests.runtime.draft_head.reference_head import ANGELSLIM
+from tests.runtime.draft.reference_head import ANGELSLIM
 
 SMALL: dict[str, Any] = {
     "page_size": 8, "num_pages": 16, "max_running": 4, "max_step_tokens": 8, "max_context": 64, "cache_dir": "",

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meshserve.runtime.expert_counts.balance import ExpertBalance
+from meshserve.runtime.program.expert_balance import ExpertBalance
 from meshserve.runtime.telemetry.metrics import Metrics
 
 

@@ -1,4 +1,4 @@
-"""Watchers of the health who do not read keep nobody waiting."""
+"""Watchers of the health that do not read delay no other."""
 
 import contextlib
 import runpy

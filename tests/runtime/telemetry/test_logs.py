@@ -10,9 +10,10 @@ NUM_LINES = 10_000
 # Logs more lines than fit into the pipe and the queue, says how many were dropped, and ends when it is told to.
 TALK = f"""
 import logging, sys
+from meshserve.runtime.supervision.supervisor import Supervisor
 from meshserve.runtime.telemetry import logs
 logs._MAX_QUEUED_LINES = 100
-logs.configure_logs("text", is_queued=True)
+logs.configure_logs("text", Supervisor())
 for index in range({NUM_LINES}):
     logging.info("line %d %s", index, "x" * 100)
 print(logs.num_dropped_lines(), flush=True)

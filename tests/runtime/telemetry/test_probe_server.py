@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.api.loopback import is_host_allowed
 from meshserve.runtime.telemetry import probe_server
 from meshserve.runtime.telemetry.probe_server import HttpPort
 from tests.runtime.loopback import logged_errors
@@ -27,7 +28,7 @@ def serving(
     """Runs `use` with the number of an open port, and closes it."""
 
     async def main() -> Any:
-        http = HttpPort({"/livez": lambda: (200, "ok\n")}, registry or CollectorRegistry())
+        http = HttpPort({"/livez": lambda: (200, "ok\n")}, registry or CollectorRegistry(), ["proxy.example"])
         port = await http.start("127.0.0.1", 0)
         assert port is not None
         try:
@@ -58,7 +59,7 @@ async def ask(port: int, request: str) -> Answer:
 
 
 def get(path: str, *headers: str) -> str:
-    return "\r\n".join((f"GET {path} HTTP/1.1", "Host: a", *headers, "", ""))
+    return "\r\n".join((f"GET {path} HTTP/1.1", "Host: localhost:9090", *headers, "", ""))
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -124,8 +125,8 @@ def test_the_oldest_connection_makes_room_for_a_new_one():
         (get("/livez?" + "b" * 10_000), 400),
         (get("/livez", *(f"A{index}: b" for index in range(200))), 400),
         ("\x16\x03\x01 not HTTP\r\n\r\n", 400),
-        (get("/livez", "Connection: close").replace("GET", "POST"), 405),
-        (get("/nothing", "Connection: close"), 404),
+        (get("/livez").replace("GET", "POST"), 405),
+        (get("/nothing"), 404),
         (get("/livez", "Content-Length: 1000000"), 200),  # and the body never comes
         (get("/livez").replace("GET", "HEAD"), 200),
         (get("/metrics", "Accept: text/plain;version=one"), 200),
@@ -134,6 +135,28 @@ def test_the_oldest_connection_makes_room_for_a_new_one():
 def test_each_request_gets_an_answer_and_the_log_no_error(request_text, status, caplog):
     assert serving(lambda port: ask(port, request_text))[0] == status
     assert logged_errors(caplog.records) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "is_allowed"),
+    [
+        ("localhost", True), ("localhost:9090", True), ("LOCALHOST", True), ("127.0.0.1:9090", True),
+        ("127.1.2.3", True), ("[::1]:9090", True), ("proxy.example", True), ("evil.example:9090", False),
+        ("localhost.evil.example", False),
+        ("10.0.0.1", False), ("", False), ("[", False), ("evil.example@localhost", True),
+    ],
+)  # fmt: skip
+def test_on_loopback_only_localhosts_names_are_answered(host: str, is_allowed: bool):
+    """A web page may have its own name resolved to 127.0.0.1, but cannot choose the header."""
+    for path in ("/metrics", "/livez", "/nothing"):
+        status, headers, body = serving(lambda port: ask(port, get(path).replace("localhost:9090", host)))  # noqa: B023
+        assert status == (403 if not is_allowed else 404 if path == "/nothing" else 200)
+        assert headers["connection"] == "close" and (is_allowed or b"--allowed-hosts" in body)
+
+
+def test_where_other_machines_reach_the_server_any_name_may_lead_to_it():
+    assert is_host_allowed("some.example:9090", "0.0.0.0") and is_host_allowed("some.example", "10.0.0.1")
+    assert is_host_allowed("some.example", "127.0.0.1", ["*"]) and is_host_allowed(None, "127.0.0.1")
 
 
 def test_metrics_come_in_the_format_that_the_scraper_accepts():
@@ -186,6 +209,40 @@ def test_a_scrape_that_waits_for_the_engine_holds_up_no_probe():
     registry, slow = CollectorRegistry(), Slow()
     registry.register(slow)
     serving(use, registry=registry)
+
+
+def test_scrapes_that_come_together_share_a_rendering(monkeypatch):
+    """Also with callers who leave: any number of them is rendered once, after the rendering that has begun."""
+
+    class Counted(Collector):
+        began, may_end, num_calls = threading.Event(), threading.Event(), 0
+
+        def collect(self) -> Iterator[GaugeMetricFamily]:
+            self.began.set()
+            assert self.may_end.wait(WAIT_SECONDS)
+            self.num_calls += 1
+            yield GaugeMetricFamily("calls", "Calls.", value=self.num_calls)
+
+    monkeypatch.setattr(probe_server, "_TIMEOUT_SECONDS", WAIT_SECONDS)
+
+    async def use(port: int) -> None:
+        first = asyncio.create_task(ask(port, get("/metrics")))
+        assert await asyncio.to_thread(counted.began.wait, WAIT_SECONDS)
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(get("/metrics").encode())
+            await ask(port, get("/livez"))  # the port has seen it
+            writer.transport.abort()
+        others = [asyncio.create_task(ask(port, get("/metrics"))) for _ in range(20)]
+        assert (await ask(port, get("/livez")))[0] == 200
+        counted.may_end.set()
+        assert b"calls 1.0" in (await first)[2]
+        assert all(b"calls 2.0" in each[2] for each in await asyncio.gather(*others))
+
+    registry, counted = CollectorRegistry(), Counted()
+    registry.register(counted)
+    serving(use, registry=registry)
+    assert counted.num_calls == 2
 
 
 def test_a_port_in_use_is_a_config_error(caplog):

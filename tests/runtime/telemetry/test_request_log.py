@@ -1,6 +1,7 @@
 import json
 import logging
 import sys
+import time
 
 import pytest
 from aiohttp.http_exceptions import BadHttpMessage
@@ -51,3 +52,18 @@ def test_bytes_that_are_not_http_are_not_an_error_of_the_server():
 
     assert not is_worth_a_line(record(BadHttpMessage("bytes")))
     assert is_worth_a_line(record(RuntimeError("a handler that fails")))
+
+
+def test_the_last_requests_are_kept_without_their_text():
+    observer = Observer()
+    for number in range(120):
+        request_log = observer.begin(
+            method="Chat", request_id=f"r{number}", tenant="t", num_prompt_tokens=3, metadata={}, began=time.monotonic()
+        )
+        request_log.sent(Output(request_id=f"r{number}", token_ids=(1, 2), text="secret"))
+        request_log.end("stop")
+    assert [each.request_id for each in observer.recent] == [f"r{number}" for number in range(20, 120)]
+    last = observer.recent[-1]
+    assert (last.tenant, last.outcome, last.num_prompt_tokens, last.num_output_tokens) == ("t", "stop", 3, 2)
+    assert last.first_token_seconds is not None and 0 <= last.first_token_seconds <= last.total_seconds
+    assert "secret" not in str(last)

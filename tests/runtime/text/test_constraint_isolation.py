@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshserve.deploy import demo
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
 from meshserve.runtime.text.constraint_limits import ConstraintLimits, LimitError, SlowCompiles, check_size
@@ -21,6 +20,7 @@ from meshserve.runtime.text.grammar import Compiling, Grammars
 from meshserve.runtime.text.mask_exchange import _MAX_SHARED, MaskExchange, Matcher
 from meshserve.runtime.text.worker_processes import WorkerProcess
 from meshserve.runtime.text.worker_protocol import PROGRESS, is_answer
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
 from tests.hostile.corpus import (
     AMBIGUOUS,
     VERY_AMBIGUOUS,
@@ -32,7 +32,7 @@ from tests.hostile.corpus import (
 from tests.runtime.following import Follower, wait_for_masks
 from tests.waiting import WAIT_SECONDS, wait_for
 
-MODEL = Path(demo.__file__).with_name("model")
+MODEL = DEMO_DIRECTORY
 ENDLESS = Constraint(kind="json_schema", text='{"type": "integer", "multipleOf": 3000017}')
 LETTERS = Constraint(kind="regex", text="[a-z]{100}")
 
@@ -320,7 +320,7 @@ def test_the_template_is_started_again(grammars: Grammars, monkeypatch: pytest.M
 
     wait_for(is_back)
     assert grammars._template.num_starts == 2
-    # Nobody waits for a report of a worker of the template that was killed.
+    # No report is awaited of a worker of the template that was killed.
     monkeypatch.setattr(grammars._template, "_read_report", None)
     assert grammars._template.exit_status(1) is None
 

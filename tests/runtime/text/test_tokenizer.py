@@ -205,6 +205,24 @@ def test_special_tokens_have_no_text_and_other_added_tokens_do(tokenizer):
     assert stream(tokenizer, [list(token_ids)], ())[0][0] == "<think>a</think>"
 
 
+ADDED = ["café", "straße", "Ünïcödé", "naïve\u0301", "<é>", "a b", "漢字", "§§", "Ġhello"]
+
+
+def test_added_tokens_have_their_texts(tmp_path: Path):
+    """Also if all of their characters stand for bytes in other tokens."""
+    changed = byte_level_bpe()
+    assert changed.add_tokens(ADDED) == len(ADDED)
+    changed.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    text = "x".join(ADDED)
+    token_ids = tokenizer.encode(text)
+    assert len(token_ids) == 2 * len(ADDED) - 1
+    assert tokenizer.decode(token_ids) == text
+    assert "".join(stream(tokenizer, [[token_id] for token_id in token_ids], ())[0]) == text
+    broken = [*bytes_as_tokens(tokenizer, "é".encode()[:1]), tokenizer.token_id("café")]
+    assert tokenizer.decode(broken) == "".join(stream(tokenizer, [broken], ())[0]) == "\ufffdcafé"
+
+
 @given(st.lists(st.integers(0, 350), max_size=60), st.integers(1, 7))
 def test_decoding_in_pieces_makes_the_same_text(tokenizer, token_ids, num_tokens: int):
     """Pieces begin neither within a character nor after a special token that stands within one."""
@@ -229,9 +247,23 @@ def test_other_threads_go_on_while_a_long_text_is_turned_over(tokenizer, is_enco
     assert num_ticks > 20
 
 
-def test_end_tokens_come_from_one_file(tokenizer):
-    """That of generation_config.json; config.json and tokenizer_config.json name others."""
-    assert tokenizer.eos_token_ids == {7, 9}
+def test_end_tokens_are_the_models_and_the_tokenizers(directory, tokenizer, tmp_path: Path):
+    """Those of generation_config.json, while config.json names others, and that of tokenizer_config.json."""
+    end, beside = tokenizer.token_id("<|im_end|>"), tokenizer.token_id("<|endoftext|>")
+    generation, of_tokenizer = ("generation_config.json",), ("tokenizer_config.json",)
+    assert tokenizer.eos_files == {7: generation, 9: generation, end: of_tokenizer}
+    assert tokenizer.eos_token_ids == {7, 9, end}
+    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    assert Tokenizer(copy).eos_files == {end: generation + of_tokenizer}
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    assert Tokenizer(copy).eos_files == {end: generation, beside: of_tokenizer}
+    (copy / "tokenizer_config.json").write_text("{}")
+    assert Tokenizer(copy).eos_token_ids == {end}
+    (copy / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert Tokenizer(copy).eos_files == {end: generation, beside: ("special_tokens_map.json",)}
+    (copy / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<unknown>"}))
+    assert Tokenizer(copy).eos_token_ids == {end}
 
 
 def test_special_tokens_have_text_where_they_are_asked_for(tokenizer):

@@ -1,5 +1,6 @@
 """Models by id: from a hub on localhost and from a cache, in fresh processes, since huggingface_hub reads HF_* once."""
 
+import dataclasses
 import functools
 import hashlib
 import http.server
@@ -16,10 +17,11 @@ import pytest
 from meshserve.benchmarks.lib.terminal import terminal
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.weights.hub import is_hub_id
-from meshserve.runtime.weights.locate import model_directory
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY, model_directory, model_name
+from tests.runtime.loopback import INFO
 from tests.waiting import WAIT_SECONDS
 
-DEMO = Path(__file__).parents[3] / "deploy" / "demo" / "model"
+DEMO = DEMO_DIRECTORY
 ID, GATED = "Tiny/Qwen3-Demo", "Gated/Model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RESOLVE = """
@@ -49,7 +51,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.headers.get("Authorization") == "Bearer mistyped":
             reason = "Invalid credentials in Authorization header"
             self._answer(401, json.dumps({"error": reason}).encode(), {"X-Error-Message": reason})
-        elif "/Gated/" in path and "/resolve/" in path:  # everybody may see what it is
+        elif "/Gated/" in path and "/resolve/" in path:  # any caller may see what it is
             self._answer(401, b"{}", {"X-Error-Code": "GatedRepo"})
         elif "/Refused/" in path:
             self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
@@ -118,7 +120,7 @@ class Running:
         self.files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
         self.files |= {"README.md": b"# A card", "pytorch_model.bin": b"pickles", "onnx/config.json": b"{}"}
         self.asked: list[str] = []
-        self.starts: list[int] = []  # of the parts of files that were asked for
+        self.starts: list[int] = []  # where the requested parts of files start
         self.broken: set[str] = set()  # files whose next download breaks off
         self.is_broken, self.may_go_on = threading.Event(), threading.Event()
         self.may_go_on.set()
@@ -154,6 +156,21 @@ def hub(tmp_path: Path) -> Iterator[Running]:
 
 def names(directory: str) -> set[str]:
     return {str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("Qwen/Qwen3-8B", ("Qwen/Qwen3-8B", "Qwen3-8B")),
+        ("/models/Qwen3-8B/", ("Qwen3-8B",)),
+        ("./Qwen3-8B", ("Qwen3-8B",)),
+        ("gs://bucket/models/Qwen3-8B", ("Qwen3-8B",)),
+        ("demo", ("demo",)),
+        (".", (Path.cwd().name,)),
+    ],
+)
+def test_a_model_is_served_by_its_id_as_given_and_by_the_short_name(model: str, names: tuple[str, ...]):
+    assert dataclasses.replace(INFO, name=model_name(model)).names == names
 
 
 def test_a_model_is_downloaded_once_and_then_served_offline(hub: Running) -> None:
@@ -211,7 +228,7 @@ def test_errors_say_what_to_do(
 
 
 def test_a_missing_model_of_a_caller_without_a_token(hub: Running) -> None:
-    """The hub says 401, since it could be somebody's private model."""
+    """The hub says 401, since it could be a private model."""
     hub.missing_status = 401
     assert "no such model on the Hugging Face hub" in hub.resolve("Nobody/Nothing")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshserve.runtime.api.errors import UnsupportedModelError
-from meshserve.runtime.api.model_config import ModelConfig
+from meshserve.runtime.model_files.model_config import ModelConfig
 from meshserve.runtime.weights.model_task import published_task, with_task
 from meshserve.runtime.weights.registry import named_model, read_model
 from tests import checkpoints

@@ -34,7 +34,7 @@ def test_a_size_serves_without_any_files(
     assert generate_file(config, source, target) == 0
     lines = [json.loads(line) for line in target.read_text().splitlines()]
     assert [len(line["token_ids"]) for line in lines[:2]] == [6, 6]
-    assert max(lines[1]["token_ids"]) > 10_000  # of the size's vocabulary, not of the tokenizer's
+    assert max(lines[1]["token_ids"]) > 10_000  # in the size's vocabulary, not the tokenizer's
     assert lines[2]["text"] in ("yes", "no")
 
 

@@ -42,8 +42,8 @@ def test_every_entry_names_what_there_is(architecture: Architecture) -> None:
     [
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \['LlamaForCausalLM'\]; supported: \['Qwen3For"),
         ({"architectures": ["Qwen3ForCausalLM", "Other"]}, "architectures is"),
-        ({"architectures": []}, r"architectures is \[\];"),
-        ({"architectures": None}, "architectures is None;"),
+        ({"architectures": [], "model_type": "qwen2"}, r"architectures is \[\];"),
+        ({"architectures": None, "model_type": None}, "architectures is None;"),
         ({"model_type": "qwen2"}, "model_type is 'qwen2'; meshserve implements 'qwen3' only"),
     ],
 )

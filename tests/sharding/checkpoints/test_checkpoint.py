@@ -14,6 +14,7 @@ from flax import nnx
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.weights.convert import convert, run_convert, verify
 from meshserve.runtime.weights.load import load_model
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.checkpoints import writer
@@ -21,7 +22,7 @@ from meshserve.sharding.checkpoints.parameters import CheckpointError
 from meshserve.sharding.mesh import make_mesh
 from tests import checkpoints
 
-DEMO = Path(__file__).parents[3] / "deploy" / "demo" / "model"
+DEMO = DEMO_DIRECTORY
 SMALL = {"vocab_size": 333, "intermediate_size": 90, "num_hidden_layers": 2, "tie_word_embeddings": False}
 
 

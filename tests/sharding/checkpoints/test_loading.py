@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from meshserve.runtime.api.model_config import ModelConfig, RopeConfig
+from meshserve.runtime.model_files.model_config import ModelConfig, RopeConfig
 from meshserve.runtime.weights.hf_layout import checkpoint_tensors
 from meshserve.runtime.weights.load import load_model
 from meshserve.sharding.checkpoints.parameters import CheckpointError, Copy, Region
@@ -42,9 +42,9 @@ CONFIG = ModelConfig(
         theta=1e4, kind="default", factor=1.0, original_max_positions=64, attention_factor=1.0,
         beta_fast=32.0, beta_slow=1.0, truncate=True,
     ),
-    quantisation=None,
+    quantization=None,
     pooling=None,
-    head_quantisation=None,
+    head_quantization=None,
 )  # fmt: skip
 FLOAT32 = jnp.dtype("float32")
 Q_PROJ, K_PROJ = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
@@ -307,7 +307,7 @@ def test_a_tensor_in_two_files(tmp_path: Path):
     files = sorted(tmp_path.glob("*.safetensors"))
     (name, *_), others = load_file(files[0]), load_file(files[1])
     save_file({**others, name: tensors[name]}, files[1])
-    with pytest.raises(CheckpointError, match=f"{files[1].name} is cut short or damaged .{name} is in another file"):
+    with pytest.raises(CheckpointError, match=f"{name} is in two files, {files[0].name} and {files[1].name} of"):
         TensorFiles(tmp_path)
 
 

@@ -1,22 +1,23 @@
 """Models in object stores: read through fsspec, here from one in memory; refused where nothing reads the store."""
 
-from pathlib import Path
+import pwd
 
 import fsspec
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
-from meshserve.runtime.weights.load import load_model
-from meshserve.runtime.weights.locate import find_model
+from meshserve.runtime.weights.load import load_model, read_model_with_weights
+from meshserve.runtime.weights.locate import DEMO_DIRECTORY, find_model
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.checkpoints.parameters import CheckpointError
-from meshserve.sharding.checkpoints.storage import as_path
+from meshserve.sharding.checkpoints.storage import as_path, file_bytes
 from meshserve.sharding.mesh import make_mesh
 
-DEMO = Path(__file__).parents[3] / "deploy" / "demo" / "model"
+DEMO = DEMO_DIRECTORY
 
 
 class Bucket(MemoryFileSystem):
@@ -56,3 +57,17 @@ def test_what_is_not_installed_is_named() -> None:
         as_path("s3://models/demo")
     with pytest.raises(CheckpointError, match="unknown scheme; paths are local or begin with gs:// or s3://"):
         as_path("http://models/demo")
+
+
+def test_the_owner_of_a_local_file_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a mounted volume in a container."""
+
+    def unknown(user_id: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user_id}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    path = epath.Path(DEMO / "config.json")
+    with pytest.raises(KeyError, match="uid not found"):
+        path.stat()
+    assert file_bytes(path) == len(path.read_bytes())
+    read_model_with_weights(DEMO / "config.json", epath.Path(DEMO))

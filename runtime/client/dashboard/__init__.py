@@ -1,0 +1,4 @@
+"""What is a server doing right now?
+
+`meshserve top`: a live view in the terminal.
+"""

@@ -1,1 +1,0 @@
-"""Compiles programs, keeps them on disk between starts, and notices those that are compiled too late."""

@@ -1,1 +1,0 @@
-"""`meshserve top`: a live view of a running server in the terminal."""

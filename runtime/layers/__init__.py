@@ -1,1 +1,0 @@
-"""Parts of the decoder layers beside the model: the rotary embedding, and decode steps on the fused kernels."""

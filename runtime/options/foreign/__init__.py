@@ -1,0 +1,1 @@
+"""What do options of other servers mean here?"""

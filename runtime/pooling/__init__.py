@@ -1,1 +1,0 @@
-"""Embedding and reranking models, whose result is computed from the last token of each prompt."""

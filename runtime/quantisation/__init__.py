@@ -1,1 +1,0 @@
-"""Quantised weights: how a model declares them, how published files store them, and how they are made."""

@@ -1,0 +1,4 @@
+"""Which pages does the prefix cache hold now?
+
+Numbers its changes in batches and publishes them for routers.
+"""
