@@ -44,7 +44,15 @@ SUITES: dict[str, tuple[str, str]] = {
     "heads": ("tests/kernels/test_qk_norm_rope_gpu.py", ""),
     "prefill": (
         "tests/kernels/test_paged_attention_gpu.py",
-        "float64 and (head-64 or more-tiles or parts or block-borders) and not 16384",
+        "cuda and float64 and (head-64 or more-tiles or parts or block-borders) and not 16384",
+    ),
+    "portable": (
+        "tests/kernels/test_paged_attention_gpu.py",
+        "portable and float64 and (head-64 or more-tiles or parts or block-borders) and not 16384",
+    ),
+    "few-tokens": (
+        "tests/kernels/test_few_tokens_gpu.py",
+        "float64 and (fp8-block-of-a-shard or int4-32) and (1- or 13 or 64)",
     ),
     "experts": (
         "tests/kernels/test_experts_gpu.py",
