@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,7 @@ CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0
 _MAX_ERROR_BYTES = 1000
 _NO_COMPILER = re.compile(r"(gcc|g\+\+|cc1plus|cl).*(No such file|not found)|Failed to preprocess host compiler")
 _SIZES = ("meshserve_scratch_bytes", "meshserve_wide_scratch_bytes", "meshserve_expert_scratch_bytes")
+_loading = threading.RLock()  # programs are loaded by several threads
 _registered: set[str] = set()  # XLA calls of this process
 _loaded_files: dict[str, None] = {}  # names of the libraries that this process has loaded, in order
 _log = logging.getLogger(__name__)
@@ -203,9 +205,7 @@ def build(cache_dir: Path | None = None, library: Library = HOPPER) -> Path:
     Raises:
       KernelBuildError: nvcc was not found or failed, or the folder cannot be written to. The output is logged.
     """
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise KernelBuildError("nvcc is not on PATH nor in a Python package: install jax[cuda13] or the CUDA toolkit")
+    nvcc = _nvcc()
     try:
         folder = cache_dir or user_folder()
         flags = library.flags()
@@ -236,6 +236,22 @@ def unbuildable_reason(library: Library | None = HOPPER) -> str | None:
     except KernelBuildError as error:
         return str(error)
     return None
+
+
+def file_name(library: Library) -> str:
+    """Returns the name that a library's file has in this version, built or not.
+
+    Raises:
+      KernelBuildError: nvcc was not found or failed.
+    """
+    return _file_name(_nvcc(), library, library.flags())
+
+
+def _nvcc() -> Path:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise KernelBuildError("nvcc is not on PATH nor in a Python package: install jax[cuda13] or the CUDA toolkit")
+    return nvcc
 
 
 def _file_name(nvcc: Path, library: Library, flags: Sequence[str]) -> str:
@@ -295,7 +311,8 @@ def load_named(names: Sequence[str]) -> tuple[str, ...]:
     """
     for name in names:
         for library in (HOPPER, PORTABLE):
-            if name.startswith(f"{library.name}-") and build(library=library).name == name:
+            is_known = name.startswith(f"{library.name}-") and name not in _loaded_files
+            if is_known and file_name(library) == name:  # a library of other sources is not compiled for its name
                 load(library)
     return tuple(name for name in names if name in _loaded_files)
 
@@ -309,7 +326,8 @@ def load(library: Library = HOPPER) -> ctypes.CDLL:
     Raises:
       KernelBuildError: jax's CUDA build is not installed, the kernels fail to build, or a GPU cannot load them.
     """
-    return loaded(library)
+    with _loading:
+        return loaded(library)
 
 
 @functools.cache

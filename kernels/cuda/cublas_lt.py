@@ -49,6 +49,11 @@ def open_library() -> None:
     raise KernelBuildError("; ".join(dict.fromkeys(errors)))
 
 
+def is_open() -> bool:
+    """Returns whether this process has called `open_library`, which programs that call it need."""
+    return open_library.cache_info().currsize > 0
+
+
 def unavailable_reason() -> str | None:
     """Returns why this host cannot call the library, or None if it can. Compiles the kernels the first time."""
     try:

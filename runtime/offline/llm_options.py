@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
     host_cache_gib: float
     cache_dir: str
     compile_threads: int
+    stored_programs: Literal["auto", "on", "off"]
     strict: bool
     max_running: int | Literal["auto"]
     max_step_tokens: int | Literal["auto"]

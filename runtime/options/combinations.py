@@ -55,6 +55,11 @@ def check_combinations(config: "ServeConfig") -> None:
             "host_cache_dir keeps the pages of host_cache_gib between two runs of a server of one process. Set "
             "host_cache_gib, too, and no coordinator; or leave host_cache_dir out."
         )
+    if config.stored_programs == "on" and (config.coordinator or not config.cache_dir):
+        raise ConfigError(
+            "stored_programs is on, which needs cache_dir and a server of one process. Set cache_dir, and no "
+            "coordinator; or leave stored_programs out."
+        )
     _check_cluster(config)
     _check_kv_events(config)
     check_distinct(config)

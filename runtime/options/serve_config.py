@@ -223,6 +223,15 @@ class ServeConfig:
         least=0,
         may_differ=True,
     )
+    stored_programs: str = option(
+        "auto",
+        _MEMORY,
+        "load the compiled programs of cache_dir without tracing them; auto does so on CPUs, on also on GPUs and TPUs, "
+        "where it has not been tried, and off leaves them to jax's cache",
+        choices=("auto", "on", "off"),
+        may_differ=True,
+        is_expert=True,
+    )
     strict: bool = option(False, _MEMORY, "fail instead of compiling a program after the server is ready")
     max_running: int = option(
         0,

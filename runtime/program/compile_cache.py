@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -49,17 +49,37 @@ def use_cache(directory: Path, *, is_autotuned: bool = True) -> None:
     jax.config.update("jax_persistent_cache_enable_xla_caches", "all" if is_autotuned and is_writable else "none")
 
 
+def xla_cache_options() -> dict[str, str | bool]:
+    """Returns the options with which XLA keeps kernels and the results of autotuning as `use_cache` says.
+
+    jax sets them itself, but only for programs that it looks for in its own cache. Empty if nothing is kept.
+    """
+    if jax.config.values["jax_persistent_cache_enable_xla_caches"] != "all":
+        return {}
+    folder = Path(jax.config.values["jax_compilation_cache_dir"])
+    return {
+        "xla_gpu_kernel_cache_file": str(folder / "xla_gpu_kernel_cache_file"),
+        "xla_gpu_enable_llvm_module_compilation_parallelism": True,
+        "xla_gpu_per_fusion_autotune_cache_dir": str(folder / "xla_gpu_per_fusion_autotune_cache_dir"),
+    }
+
+
 def compile_all(
-    lowered: Iterable[jax.stages.Lowered], num_programs: int, num_threads: int = 0
+    lowered: Iterable[jax.stages.Lowered],
+    num_programs: int,
+    num_threads: int = 0,
+    options: Mapping[str, str | bool] | None = None,
 ) -> list[jax.stages.Compiled]:
     """Compiles programs, `num_threads` at a time, and returns them in order; 0 uses a thread per core, at most 8.
 
     Tracing and lowering need the interpreter lock and run one after another. XLA releases the lock, so compilations
     overlap with lowering and with each other. The threads are daemons, so a process that stops does not wait for XLA.
+    `options` are XLA's, for all of them.
     """
+    given = dict(options) if options else None
     num_threads = num_threads or min(os.cpu_count() or 1, MAX_THREADS)
     with ThreadPool(min(num_threads, max(num_programs, 1))) as pool:
-        programs = pool.imap(lambda program: program.compile(), lowered)
+        programs = pool.imap(lambda program: program.compile(given), lowered)
         bar = tqdm(
             programs,
             desc="programs",

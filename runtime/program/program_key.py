@@ -35,7 +35,10 @@ _FOLDERS = (
         "program", "resolve", "draft",
     )),
 )  # fmt: skip
-_DISTRIBUTIONS = ("jax", "jaxlib", "flax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_DISTRIBUTIONS = (
+    "jax", "jaxlib", "flax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt",
+    "jax-cuda13-pjrt", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+)  # fmt: skip
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "TF_CPU_ENABLE_ONEDNN_OPTS")
 # Settings of jax that decide on where and how something is kept or told, but not on programs.
 _TOLD = re.compile("cache|log|dump|traceback|profil|distributed|coordinat|heartbeat|hijack|explain|leaks|ephemeral")

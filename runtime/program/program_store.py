@@ -29,16 +29,17 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from meshserve.kernels.cuda import build
+from meshserve.kernels.cuda import preparation
 from meshserve.sharding.guarded_files import read_guarded
 
 from .batch import ProgramKey
-from .compile_cache import LOADED, MAX_THREADS, compile_all
+from .compile_cache import LOADED, MAX_THREADS, compile_all, xla_cache_options
 from .program_key import NoKeyError, digest_of, environment_digest
 
 _log = logging.getLogger(__name__)
 
-PLATFORMS = ("cpu",)  # of JAX, on which loaded programs have been run (docs/decisions/098-programs-without-tracing.md)
+# Of JAX, on which loaded programs have been run (docs/decisions/098-programs-without-tracing.md).
+AUTOMATIC_PLATFORMS = ("cpu",)
 _FOLDER = "programs"
 _MAGIC = b"meshserve program 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -56,12 +57,12 @@ class DamagedProgramError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """The content of a file: what `serialize_executable` returns, and the libraries of kernels that it calls."""
+    """The content of a file: what `serialize_executable` returns, and what must be prepared before it is loaded."""
 
     executable: bytes
     in_tree: Any
     out_tree: Any
-    libraries: tuple[str, ...]
+    prepared: tuple[str, ...]  # see `preparation.prepared`
 
 
 class ProgramStore:
@@ -81,10 +82,23 @@ class ProgramStore:
         self._is_unwritable = False
 
     @classmethod
-    def of(cls, folder: Path | None, mesh: Mesh) -> "ProgramStore | None":
-        """Returns the store of a folder; None without one, and where jax's cache serves instead."""
-        is_served = jax.process_count() == 1 and mesh.devices.flat[0].platform in PLATFORMS
-        return cls(folder, mesh) if folder is not None and is_served else None
+    def of(cls, folder: Path | None, mesh: Mesh, choice: str = "auto") -> "ProgramStore | None":
+        """Returns the store of a folder; None without one, and where jax's cache serves instead.
+
+        Args:
+          folder: See the class.
+          mesh: The devices.
+          choice: The option `stored_programs`.
+        """
+        platform = mesh.devices.flat[0].platform
+        is_automatic = platform in AUTOMATIC_PLATFORMS
+        if folder is None or jax.process_count() > 1 or choice == "off" or (choice == "auto" and not is_automatic):
+            return None
+        if not is_automatic:
+            _log.warning(
+                "stored_programs is on: programs are loaded without tracing, which was not tried on %s", platform
+            )
+        return cls(folder, mesh)
 
     @cached_property
     def _environment(self) -> str:
@@ -127,8 +141,9 @@ class ProgramStore:
         with ThreadPoolExecutor(min(num_threads or _num_threads(), max(len(keys), 1))) as pool:
             found = dict(zip(keys, pool.map(self._taken, keys.values()), strict=True))
         missing = {program: lower for program, lower in to_lower.items() if found[program] is None}
+        options = xla_cache_options()
         with _without_jax_cache():
-            compiled = _compiled(missing, num_threads)
+            compiled = _compiled(missing, num_threads, options)
         for program, each in compiled.items():
             self._store(keys[program], each)
         return {program: found[program] or compiled[program] for program in to_lower}
@@ -165,7 +180,7 @@ class ProgramStore:
         path, started = self._path(key), time.monotonic()
         try:
             stored = pickle.loads(_checked(read_guarded(path, _MAX_FILE_BYTES).data, key))
-            _load_libraries(stored.libraries)
+            _prepare(stored.prepared)
             loaded = serialize_executable.deserialize_and_load(
                 stored.executable, stored.in_tree, stored.out_tree, execution_devices=self._devices
             )
@@ -181,13 +196,15 @@ class ProgramStore:
         return loaded
 
     def _store(self, key: str, compiled: jax.stages.Compiled) -> None:
+        started = time.monotonic()
         try:
             executable, in_tree, out_tree = serialize_executable.serialize(compiled)
-            content = pickle.dumps(_Stored(executable, in_tree, out_tree, build.loaded_libraries()))
+            content = pickle.dumps(_Stored(executable, in_tree, out_tree, preparation.prepared()))
         except Exception as error:  # such as a program with callbacks
             _log.info("a program is not kept for the next start: %s", _first_line(error))
             return
         self._write(self._path(key), _sealed(content, key))
+        jax.monitoring.record_event_duration_secs("/meshserve/programs/store_duration", time.monotonic() - started)
 
     def _write(self, path: Path, content: bytes) -> None:
         """Writes a file as a whole or not at all. A folder that is read-only is told once."""
@@ -246,8 +263,10 @@ def compile_programs(declared: Any, to_lower: ToLower, num_threads: int, store: 
     return store.compiled(declared, to_lower, num_threads) if store is not None else _compiled(to_lower, num_threads)
 
 
-def _compiled(to_lower: ToLower, num_threads: int) -> Programs:
-    compiled = compile_all((lower() for lower in to_lower.values()), len(to_lower), num_threads) if to_lower else []
+def _compiled(to_lower: ToLower, num_threads: int, options: Mapping[str, str | bool] | None = None) -> Programs:
+    if not to_lower:
+        return {}
+    compiled = compile_all((lower() for lower in to_lower.values()), len(to_lower), num_threads, options)
     return dict(zip(to_lower, compiled, strict=True))
 
 
@@ -274,13 +293,13 @@ def _checked(data: bytes, key: str) -> bytes:
     return content
 
 
-def _load_libraries(names: Sequence[str]) -> None:
-    """Loads the kernels that a program calls, which otherwise happens while it is traced.
+def _prepare(names: Sequence[str]) -> None:
+    """Prepares what a program calls, which otherwise happens while it is traced.
 
     Raises:
       DamagedProgramError: It calls other kernels than those of this version.
     """
-    if missing := set(names) - set(build.load_named(names)):
+    if missing := preparation.prepare(names):
         raise DamagedProgramError(f"it calls kernels that are not here: {', '.join(sorted(missing))}")
 
 

@@ -5,7 +5,6 @@ known, and every shape of the KV cache with it. So it takes the devices, the mem
 """
 
 import dataclasses
-import logging
 import os
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from ..api.errors import ConfigError
 from ..options.serve_config import ServeConfig
 from ..program.compile_cache import CompileCounts, CompileWatch
 from ..weights.locate import find_model
-from .launch import build_runner, loading, read_model_of
-
-_log = logging.getLogger(__name__)
+from .launch import build_runner, params_of, read_model_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +57,6 @@ def compile_ahead(config: ServeConfig) -> FilledFolder:
     model = read_model_of(config, files)
     tokenizer = files.small / "tokenizer.json"
     with CompileWatch() as watch:
-        build_runner(
-            config, model, loading(files, _log.info), tokenizer_file=tokenizer if tokenizer.is_file() else None
-        )
+        build_runner(config, model, params_of(files), tokenizer_file=tokenizer if tokenizer.is_file() else None)
         counts = watch.counts
     return FilledFolder(folder, counts)

@@ -82,6 +82,8 @@ _CHECK_SECONDS = 1.0  # between two checks of the processes for constraints
 
 # Creates a model's structure and its parameters on the devices of a mesh.
 MakeParams = Callable[[ModelConfig, ShardLayout, Mesh, jnp.dtype], tuple[nnx.GraphDef, nnx.State]]
+# A started runner, the resolved server, and the buckets in which its draft model proposes, if it has one.
+Built = tuple[StepRunner | RunnerBeside, PlacedServer, tuple[Bucket, ...]]
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,11 @@ def launch(
     if cluster is not None:
         progress("waiting for the other processes")
         cluster.begin(config, files)
-    load, feed = loading(files, progress), open_feed(config, _served_name(config))
+    feed = open_feed(config, _served_name(config))
+    built = build_runner(config, model, params_of(files), cluster, _text_file(tokenizer), progress=progress)
+    progress("building the engine")
     changes = feed.changes if feed is not None else None
-    engine, server = build_engine(config, model, load, tokenizer, deliver, record, cluster, changes)
+    engine, server = _engine_on(built, config, tokenizer, deliver, record, changes), built[1]
     info = dataclasses.replace(_model_info(server, tokenizer), default_sampling=default_sampling)
     supervisor = supervisor if supervisor is not None else Supervisor()
     if grammars is not None:
@@ -217,7 +221,7 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     model = read_model_of(config, files)
     progress("waiting for the other processes")
     cluster.begin(config, files)
-    runner, *_ = build_runner(config, model, loading(files, progress), cluster)
+    runner, *_ = build_runner(config, model, params_of(files), cluster, progress=progress)
     return runner
 
 
@@ -236,7 +240,7 @@ def open_model(
     """
     files = find_model(name, random_weights=random_weights)
     model = read_model_with_weights(files.small / "config.json", files.weights, quantize, fp8_head=fp8_head)
-    return with_task(model, task, files.small), _make_params(files)
+    return with_task(model, task, files.small), params_of(files)
 
 
 def read_model_of(config: ServeConfig, files: ModelFiles) -> ModelConfig:
@@ -248,20 +252,9 @@ def read_model_of(config: ServeConfig, files: ModelFiles) -> ModelConfig:
     return with_task(model, config.task, files.small)
 
 
-def _make_params(files: ModelFiles) -> MakeParams:
+def params_of(files: ModelFiles) -> MakeParams:
+    """Returns what loads the model in these files."""
     return random_model if files.weights is None else partial(load_model, files.weights)
-
-
-def loading(files: ModelFiles, progress: Callable[[str], None]) -> MakeParams:
-    """Returns what loads the model in these files, and tells the phase that begins before and after."""
-
-    def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
-        progress("loading the weights")
-        loaded = _make_params(files)(*target)  # type: ignore[arg-type]
-        progress("compiling the programs")
-        return loaded
-
-    return load
 
 
 def build_engine(
@@ -271,19 +264,31 @@ def build_engine(
     tokenizer: Tokenizer | None,
     deliver: Deliver,
     record: Record | None = None,
-    cluster: Cluster | None = None,
-    changes: PageChanges | None = None,
 ) -> tuple[Engine, PlacedServer]:
     """Builds a runner as `build_runner` does, and an engine that is ready to start. Returns it and the resolved server.
-
-    `changes`, if given, is told which pages the prefix cache holds.
 
     Raises:
       As `launch`.
     """
-    tokenizer_file = tokenizer.directory / "tokenizer.json" if tokenizer is not None and tokenizer.has_text else None
-    runner, server, chain_buckets = build_runner(config, model, make_params, cluster, tokenizer_file)
-    limits, pages = server.limits, PageAllocator(runner.num_pages)
+    built = build_runner(config, model, make_params, tokenizer_file=_text_file(tokenizer))
+    return _engine_on(built, config, tokenizer, deliver, record), built[1]
+
+
+def _text_file(tokenizer: Tokenizer | None) -> Path | None:
+    return tokenizer.directory / "tokenizer.json" if tokenizer is not None and tokenizer.has_text else None
+
+
+def _engine_on(
+    built: Built,
+    config: ServeConfig,
+    tokenizer: Tokenizer | None,
+    deliver: Deliver,
+    record: Record | None = None,
+    changes: PageChanges | None = None,
+) -> Engine:
+    """Builds an engine that is ready to start. `changes`, if given, is told which pages the prefix cache holds."""
+    runner, server, chain_buckets = built
+    limits, pages, model = server.limits, PageAllocator(runner.num_pages), server.model
     pages.changes = changes
     if isinstance(runner, StepRunner) and runner.copies is not None:
         HostCache(pages, limits, runner.copies)
@@ -314,7 +319,7 @@ def build_engine(
         engine.adapters = _catalog(config, server, slots)
     if config.seed >= 0:
         engine.draw_seed = random.Random(config.seed).getrandbits
-    return engine, server
+    return engine
 
 
 def _catalog(config: ServeConfig, server: PlacedServer, slots: AdapterSlots) -> HostCatalog:
@@ -341,39 +346,44 @@ def build_runner(
     make_params: MakeParams,
     cluster: Cluster | None = None,
     tokenizer_file: Path | None = None,
-) -> tuple[StepRunner | RunnerBeside, PlacedServer, tuple[Bucket, ...]]:
+    *,
+    progress: Callable[[str], None] = _log.info,
+) -> Built:
     """Resolves the server, loads its parameters, compiles its programs, allocates its cache and warms it up.
 
-    Every process of a server does this.
-
-    Returns:
-      The started runner, the resolved server, and the buckets in which its draft model proposes, if it has one.
+    Every process of a server does this, and tells `progress` each phase when it begins.
 
     Raises:
       As `launch`.
     """
     is_tp_chosen = not config.tp
+    progress("starting the devices")
     config, mesh = start_devices(config, model)
+    progress("choosing kernels")  # and compiling those in CUDA
     server = resolve_here(config, model, mesh)
     log_summary(server, is_tp_chosen=is_tp_chosen)
     needed_bytes = weight_bytes(server.model, server.layout, server.dtype) + server.adapter_bytes
     check_weights_fit(server.mesh, server.memory_fraction, needed_bytes, page_bytes=server.page_bytes)
-    store = ProgramStore.of(user_folder(config.cache_dir) if config.cache_dir else None, mesh)
+    store = ProgramStore.of(user_folder(config.cache_dir) if config.cache_dir else None, mesh, config.stored_programs)
     name = _start_name(server) if store is not None else ""
     if store is not None and name:
         store.fetch(name, config.compile_threads)
+    progress("loading the weights")
     with pinned_beside(server.host_cache, server.mesh.local_devices):
         structure, params = make_params(server.model, server.layout, server.mesh, server.dtype)
     draft = load_drafting(config, server, params, tokenizer_file) if config.draft_model else None
+    progress("compiling the programs")
     served = compile_runner(server, structure, params, draft=draft, cluster=cluster, store=store)
     if store is not None and name:
         store.remember(name)
+    progress("allocating the KV cache")
     _allocate(served, params, draft)
     runner = served if draft is None else draft.beside(served)
     chains = draft.chain_buckets() if draft is not None else ()
     if server.platform != "cpu":  # where a first run takes no longer than others
         if cluster is not None:
             cluster.compiled()
+        progress("running every program")
         warm_up(runner, server.buckets, chains, max_running=server.limits.max_running)
     warn_of_cache(server, runner.num_pages)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))

@@ -162,7 +162,7 @@ class _Serving:
 
     def prepare(self) -> Backend:
         """Loads and compiles. Runs in a thread of its own."""
-        self._tell("starting the devices")
+        self._tell("importing jax")
         from ..program.compile_cache import CompileWatch  # not at module level: importing jax takes seconds
         from .launch import launch
 
@@ -200,6 +200,7 @@ class _Serving:
         metrics.adapters.read_adapters = launched.engine.adapters.list
         metrics.adapters.max_on_device = self._config.num_adapter_slots
         if launched.grammars is not None:
+            self._tell("waiting for the processes for constraints")
             launched.grammars.wait_until_ready()
             metrics.read_constraint_counts = launched.grammars.counts
         launched.engine.start(edge.supervisor)

@@ -25,6 +25,7 @@ _KINDS = {
     "/jax/core/compile/backend_compile_duration": "XLA",
     "/jax/compilation_cache/cache_retrieval_time_sec": "reading jax's cache",
     "/meshserve/programs/load_duration": "loading programs",
+    "/meshserve/programs/store_duration": "storing programs",
     "/meshserve/kernels/compile_duration": "nvcc",
     "/meshserve/start/allocation_duration": "allocation",
     "/meshserve/start/warm_up_duration": "warm-up",

@@ -1,11 +1,12 @@
 """Stored programs are loaded without being traced, found by all that matters, and never used if they are damaged."""
 
+import contextlib
 import dataclasses
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from meshserve.kernels.cuda import preparation
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.program import program_key
+from meshserve.runtime.program import program_key, program_store
 from meshserve.runtime.program.compile_cache import CompileWatch
 from meshserve.runtime.program.program_key import NoKeyError, digest_of, environment_digest
 from meshserve.runtime.program.program_store import ProgramStore, start_name
@@ -147,6 +150,91 @@ def test_a_folder_that_cannot_be_written_to_serves_what_it_has(tmp_path: Path, c
     with caplog.at_level(logging.INFO):
         result, _ = run(tmp_path / "file")
     assert (result == 2 * X).all() and caplog.text.count("compiled programs are not kept in") == 1
+
+
+def test_what_a_program_calls_is_prepared_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """XLA looks up the calls of a program while it loads it, and nothing is traced that would register them."""
+    monkeypatch.setattr(preparation, "prepared", lambda: ("kernels-1.so", "cuBLASLt"))
+    run(tmp_path)
+    done: list[object] = []
+
+    def prepare(names: tuple[str, ...]) -> tuple[str, ...]:
+        done.append(names)
+        return ()
+
+    def load(*arguments: Any, **options: Any) -> jax.stages.Compiled:
+        done.append("loaded")
+        return loading(*arguments, **options)
+
+    loading = serialize_executable.deserialize_and_load
+    monkeypatch.setattr(preparation, "prepare", prepare)
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", load)
+    assert run(tmp_path)[1] == 1
+    assert done == [("kernels-1.so", "cuBLASLt"), "loaded"]
+
+
+def test_a_program_whose_kernels_are_not_here_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(preparation, "prepared", lambda: ("kernels-1.so",))
+    monkeypatch.setattr(preparation, "prepare", tuple)
+    run(tmp_path)
+    result, num_loaded = run(tmp_path)
+    assert num_loaded == 0 and (result == 2 * X).all()
+    assert "it calls kernels that are not here: kernels-1.so" in caplog.text
+
+
+def test_where_stored_programs_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    mesh = make_mesh(1)
+
+    def is_used(choice: str, folder: Path | None = tmp_path) -> bool:
+        return ProgramStore.of(folder, mesh, choice) is not None
+
+    assert is_used("auto") and is_used("on") and not is_used("off") and not is_used("on", None)
+    assert not caplog.text
+    monkeypatch.setattr(program_store, "AUTOMATIC_PLATFORMS", ())  # as on GPUs
+    assert is_used("on") and not is_used("auto") and not is_used("off")
+    assert "programs are loaded without tracing, which was not tried on cpu" in caplog.text
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not is_used("on")
+
+
+@contextlib.contextmanager
+def jax_settings(**settings: str) -> Iterator[None]:
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def test_programs_are_compiled_with_the_caches_of_xla(tmp_path: Path):
+    """On GPUs, jax tells XLA to keep kernels and autotuning results only where it looks in its own cache."""
+    mesh = make_mesh(1)
+    declared = Declared(5.0, mesh)
+    given = []
+
+    class Lowered:
+        def compile(self, options: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
+            given.append(options)
+            return declared.to_lower()[PROGRAM]().compile(options)
+
+    with jax_settings(jax_persistent_cache_enable_xla_caches="none"):
+        ProgramStore(tmp_path / "none", mesh).compiled(declared, {PROGRAM: Lowered})
+    folder = str(tmp_path / "xla")
+    with jax_settings(jax_persistent_cache_enable_xla_caches="all", jax_compilation_cache_dir=folder):
+        program = ProgramStore(tmp_path / "all", mesh).compiled(declared, {PROGRAM: Lowered})[PROGRAM]
+    assert (np.asarray(program(jnp.asarray(X))) == 5 * X).all()
+    assert given[0] is None and given[1] == {
+        "xla_gpu_kernel_cache_file": str(tmp_path / "xla" / "xla_gpu_kernel_cache_file"),
+        "xla_gpu_enable_llvm_module_compilation_parallelism": True,
+        "xla_gpu_per_fusion_autotune_cache_dir": str(tmp_path / "xla" / "xla_gpu_per_fusion_autotune_cache_dir"),
+    }
 
 
 def test_programs_of_the_last_start_are_fetched_ahead(tmp_path: Path):
