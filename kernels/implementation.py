@@ -98,6 +98,7 @@ class Implementation(Generic[Shapes]):
       unsupported_shapes: Why it cannot serve the operation's shapes, or None if it can.
       unavailable_reason: Why this host cannot build or load it, or None if it can. May take long the first time.
       automatic_on: Platforms of JAX on which it may be chosen without being named.
+      by_name_on: Compute capabilities of the GPUs among them on which it must be named.
       measured_on: Chips on which its speed was measured, named as in `meshserve plan --target`.
       reached: The share of a data sheet's operations per second in 16 bits that it reached there in large steps.
       fp8_reached: The same in 8 bits.
@@ -109,6 +110,7 @@ class Implementation(Generic[Shapes]):
     unsupported_shapes: Callable[[Shapes], str | None] = _every
     unavailable_reason: Callable[[], str | None] = _available
     automatic_on: tuple[str, ...] = ()
+    by_name_on: tuple[tuple[int, int], ...] = ()
     measured_on: tuple[str, ...] = ()
     reached: float = 1.0
     fp8_reached: float = 1.0
@@ -117,6 +119,10 @@ class Implementation(Generic[Shapes]):
     def unsupported_reason(self, device: Device, shapes: Shapes | None) -> str | None:
         """Returns why it cannot serve shapes, or None for any, on a device; None if it can."""
         return self.unsupported_device(device) or (None if shapes is None else self.unsupported_shapes(shapes))
+
+    def is_automatic(self, device: Device) -> bool:
+        """Returns whether it may be chosen for a device without being named."""
+        return device.platform in self.automatic_on and device.compute_capability not in self.by_name_on
 
     @property
     def is_kernel(self) -> bool:
@@ -172,7 +178,7 @@ def choose(
     if asked != AUTO:
         walked = [implementations[asked]]
     else:
-        walked = [each for each in implementations.values() if device.platform in each.automatic_on]
+        walked = [each for each in implementations.values() if each.is_automatic(device)]
     refusals: list[Refusal] = []
     for each in walked:
         reason, unavailable = each.unsupported_reason(device, shapes), None
@@ -201,6 +207,6 @@ def named(implementations: Mapping[str, Chosen], option: str, name: str, device:
     found, runs_on = implementations[name], Device.of(device)
     if reason := found.unsupported_reason(runs_on, None) or found.unavailable_reason():
         others = [each for each in implementations.values() if each.unsupported_device(runs_on) is None]
-        others.sort(key=lambda each: runs_on.platform not in each.automatic_on)
+        others.sort(key=lambda each: not each.is_automatic(runs_on))
         raise ValueError(f"{option} {name!r} cannot run: {reason}. Use {others[0].name!r}.")
     return found

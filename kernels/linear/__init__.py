@@ -42,9 +42,9 @@ __all__ = [
 
 
 # In order of preference for quantized weights: cuda_fp8 (rounds activations to FP8 and multiplies on FP8 tensor cores
-# of Hopper GPUs; what it cannot multiply is left to xla) and, on any backend, xla (dequantizes in the dtype of the
-# activations), xla_fp8 (rounds activations like cuda_fp8 before that) and reference (dequantizes in float32). portable
-# (on GPUs since Ampere, reads quantized weights once for few tokens) is chosen by name until it has run on a GPU.
+# of Hopper GPUs; what it cannot multiply is left to xla), portable (on GPUs since Ampere, reads quantized weights once
+# for few tokens) and, on any backend, xla (dequantizes in the dtype of the activations), xla_fp8 (rounds activations
+# like cuda_fp8 before that) and reference (dequantizes in float32).
 IMPLEMENTATIONS = in_order(
     sm90.IMPLEMENTATION, sm80.IMPLEMENTATION, xla.IMPLEMENTATION, xla.ROUNDING, reference.IMPLEMENTATION
 )

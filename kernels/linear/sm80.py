@@ -87,6 +87,8 @@ def cost(matrix: Matrix, num_tokens: int, dtype: jnp.dtype) -> Cost:
 
 IMPLEMENTATION = LinearImplementation(
     name="portable",
+    automatic_on=("gpu",),
+    by_name_on=(support.HOPPER,),  # whose fused layers multiply few tokens, and which would build a second library
     unsupported_device=support.no_ampere,
     unsupported_shapes=partial(none_taken, unsupported_reason),
     unavailable_reason=partial(build.unbuildable_reason, build.PORTABLE),

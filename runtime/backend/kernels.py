@@ -38,7 +38,7 @@ class Kernels:
     experts: Experts = xla_experts.experts  # for layers that have experts
     is_unrolled: bool = False  # unrolls the layers instead of looping over them
     has_statistics_apart: bool = False  # in large steps without `prepare`; see `Attention`
-    has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more; see `chips.compiler_options`
+    has_library_gemms: bool = False  # of LIBRARY_TOKENS or more beside fused layers; see `chips.compiler_options`
     has_output_buffers: bool = False  # reused by steps; see `output_buffers`
     find_threshold: FindThreshold | None = None  # sampling threshold kernel, if one device has the whole vocabulary
     readback: TokenReadback | None = None  # reads tokens of steps with drafts from pinned host memory

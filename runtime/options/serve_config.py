@@ -334,7 +334,8 @@ class ServeConfig:
         _KERNELS,
         "GEMMs with quantized weights: xla dequantizes the weights; xla_fp8 and, on Hopper's FP8 tensor cores, "
         "cuda_fp8 also round activations to FP8 if the weights are FP8; portable, on GPUs since Ampere, reads 8- and "
-        "4-bit weights once for up to 64 tokens, and has not been measured; auto is cuda_fp8 on Hopper GPUs, else xla",
+        "4-bit weights once for up to 64 tokens; auto is cuda_fp8 on Hopper GPUs, portable on other GPUs since Ampere, "
+        "xla elsewhere",
         choices=("auto", "reference", "xla", "xla_fp8", "cuda_fp8", "portable"),
     )
     host: str = _listening("127.0.0.1", "address to bind")
@@ -445,8 +446,9 @@ class ServeConfig:
     gemm_backend: str = option(
         "auto",
         _KERNELS,
-        "GEMM backend of a GPU for unfused steps of 64 tokens or more: tuned lets XLA try its own at start-up, library "
-        "is cuBLAS, which compiles faster; auto is library from jax 0.11 on, tuned before",
+        "GEMM backend of a GPU for unfused steps, of 64 tokens or more where decode layers are fused: tuned lets XLA "
+        "try its own at start-up, library is cuBLAS, which compiles faster; auto is library from jax 0.11 on, tuned "
+        "before",
         choices=("auto", "tuned", "library"),
         is_expert=True,
     )

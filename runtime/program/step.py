@@ -274,8 +274,10 @@ def sharded_step(
 
 def _has_library_gemms(kernels: Kernels, bucket: Bucket) -> bool:
     is_fused = bucket.is_decode and kernels.fused(bucket.num_tokens, is_decode=True) is not None
+    # Without fused layers, XLA would time its own kernels for the shapes of each small step, for minutes.
     # The output head of a fused step: up to LIBRARY_TOKENS, XLA's matmul is as fast.
-    return kernels.has_library_gemms and bucket.num_tokens >= LIBRARY_TOKENS + is_fused
+    least_tokens = 1 if kernels.decode is None else LIBRARY_TOKENS + is_fused
+    return kernels.has_library_gemms and bucket.num_tokens >= least_tokens
 
 
 def _wanted(fields: dict[str, jax.Array], num_rows: int) -> jax.Array:

@@ -213,11 +213,14 @@ def _kernels(names: KernelNames, shapes: KernelShapes, mesh: Mesh, group: P2PGro
     device, is_gpu = mesh.devices.flat[0], mesh.devices.flat[0].platform == "gpu"
     attention = paged_attention.IMPLEMENTATIONS[names.attention]
     decode = decode_layers.IMPLEMENTATIONS[names.decode_layers] if names.has_decode_kernels else None
+    products = linear.IMPLEMENTATIONS[names.linear]
+    # Logits are computed from activations as they are.
+    head_products = linear.IMPLEMENTATIONS[XLA] if products.has_fp8_products else products
     return Kernels(
         attend=attention.attend,
         attend_part=attention.attend_part,
-        linear=linear.IMPLEMENTATIONS[names.linear].linear,
-        head=linear.xla.linear if decode is None else decode.head,
+        linear=products.linear,
+        head=head_products.linear if decode is None else decode.head,
         write=attention.write,
         # It finds the norms of a layer in one stack, by the model's layer.
         prepare=attention.prepare if len(shapes.model.stacks) == 1 else None,

@@ -34,10 +34,10 @@ void run(const ProductArgs& args) {
 
 template <class W, int kRowTiles>
 void run_tokens(const ProductArgs& args) {
-  if (args.num_tokens <= 8) return run<ProductForm<W, kRowTiles, 1>>(args);
-  if (args.num_tokens <= 16) return run<ProductForm<W, kRowTiles, 2>>(args);
-  if (args.num_tokens <= 32) return run<ProductForm<W, kRowTiles, 4>>(args);
-  run<ProductForm<W, kRowTiles, 8>>(args);
+  if (args.num_tokens <= 8) return run<ProductForm<W, kRowTiles, 1, 1>>(args);
+  if (args.num_tokens <= 16) return run<ProductForm<W, kRowTiles, 2, 1>>(args);
+  if (args.num_tokens <= 32) return run<ProductForm<W, kRowTiles, 4, 1>>(args);
+  run<ProductForm<W, kRowTiles, 8, 1>>(args);
 }
 
 template <class W>

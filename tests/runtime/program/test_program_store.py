@@ -308,6 +308,7 @@ def test_the_environment_matters(monkeypatch: pytest.MonkeyPatch):
 
 def test_descriptions_are_the_same_in_every_process():
     code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})\n"
         "from meshserve.sharding.mesh import use_cpu_devices; use_cpu_devices(8)\n"
         "from meshserve.runtime.program.program_key import environment_digest\n"
         "from tests.runtime.program.test_program_store import described, resolved\n"

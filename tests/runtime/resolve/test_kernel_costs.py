@@ -17,6 +17,7 @@ from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.chips import CHIPS
 
 HOPPER, AMPERE = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA A100", (8, 0))
+TURING = Device("gpu", "Tesla T4", (7, 5))
 WITHOUT_KERNELS = {"attention": "reference", "decode_layers": "off", "linear": "xla", "moe_backend": "xla"}
 BFLOAT16 = jnp.dtype("bfloat16")
 
@@ -80,8 +81,10 @@ def test_prompts_without_kernels_take_what_was_measured() -> None:
 
 
 def test_dequantized_weights_are_written_and_read_again() -> None:
-    plain, fp8 = (costs("qwen3-8b", AMPERE, scheme).products(1) for scheme in ("none", "fp8-block"))
+    plain, fp8 = (costs("qwen3-8b", TURING, scheme).products(1) for scheme in ("none", "fp8-block"))
     assert fp8.num_bytes == pytest.approx(2.5 * plain.num_bytes, rel=0.01), "slower than without quantization"
+    few, many = (costs("qwen3-8b", AMPERE, "fp8-block").products(num_tokens).num_bytes for num_tokens in (64, 65))
+    assert (few, many) == pytest.approx((plain.num_bytes / 2, 2.5 * plain.num_bytes), rel=0.01)
     hopper = costs("qwen3-8b", HOPPER, "fp8-block").products(128)
     assert hopper.num_bytes == pytest.approx(plain.num_bytes / 2, rel=0.01)
     assert hopper.operations == 0 and hopper.fp8_operations == pytest.approx(128 * plain.num_bytes, rel=0.01)

@@ -34,12 +34,17 @@ PORTABLE = AttentionImplementation(
 )
 
 
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> list[AttentionImplementation]:
+    """The implementations without ours of the same name."""
+    others = [each for each in paged_attention.IMPLEMENTATIONS.values() if each.name != PORTABLE.name]
+    monkeypatch.setattr(paged_attention, "IMPLEMENTATIONS", in_order(*others))
+    return others
+
+
 @pytest.fixture
-def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper, *others = paged_attention.IMPLEMENTATIONS.values()
-    for name, each in in_order(hopper, PORTABLE, *others).items():
-        monkeypatch.delitem(paged_attention.IMPLEMENTATIONS, name, raising=False)
-        monkeypatch.setitem(paged_attention.IMPLEMENTATIONS, name, each)
+def portable(monkeypatch: pytest.MonkeyPatch, others: list[AttentionImplementation]) -> None:
+    monkeypatch.setattr(paged_attention, "IMPLEMENTATIONS", in_order(others[0], PORTABLE, *others[1:]))
 
 
 def resolved(card: str) -> ResolvedServer:

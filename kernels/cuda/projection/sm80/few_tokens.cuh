@@ -1,12 +1,13 @@
 // Products of up to 64 tokens with weights in 8 or 4 bits for all GPUs since Ampere: out[T, N] = x[T, K] w[N, K]^T.
 //
 // Reading the weights is the limit, so each is read once, from memory to the registers of the lane that converts it to
-// bf16, without rounding. A block computes 16 or 32 rows for all tokens. Its warps share the columns in chunks, in
-// turn: 64 bytes of each row, 16 of them for each of the four lanes that hold the row in the matrix instructions.
+// bf16, without rounding. The warps of a block share the columns of the same rows, 128 bytes of each row in turn, as
+// two chunks: 64 bytes of each row, 16 of them for each of the four lanes that hold the row in the matrix instructions.
 // Weights are the left operand of these instructions, 16 rows at a time, and the activations of 8 tokens are the right
 // one. A lane holds other columns of a chunk than the instructions expect; the sum over columns does not depend on
-// their order if the activations have the same one. Sums are scaled in float32 for each group of columns with a scale,
-// and added up over the warps in a fixed order, so a token's result does not depend on the others.
+// their order if the activations have the same one. What a warp adds up of columns with the same scale is scaled in
+// float32, and the warps' sums are added up in a fixed order, which is the same in all forms, so a token's result does
+// not depend on the others.
 #pragma once
 #include "common/conversions.cuh"
 #include "common/scales.cuh"
@@ -39,14 +40,14 @@ struct Int4Chunks {
   static constexpr bool kHasZeros = true;
 };
 
-// kRowTiles times 16 rows of a block, kTokenTiles times 8 tokens.
-template <class W_, int kRowTiles_, int kTokenTiles_>
+// A warp has kRowTiles times 16 rows and kTokenTiles times 8 tokens.
+template <class W_, int kRowTiles_, int kTokenTiles_, int kBlocks_>
 struct ProductForm {
   using W = W_;
   static constexpr int kRowTiles = kRowTiles_, kTokenTiles = kTokenTiles_;
+  static constexpr int kBlocks = kBlocks_;  // that a multiprocessor has registers for
   static constexpr int kRows = 16 * kRowTiles, kTokens = 8 * kTokenTiles;
   static constexpr int kPieces = W::kColumns / 32;            // of a chunk: 8 columns of each of the four lanes
-  static constexpr int kAhead = kTokenTiles > 2 ? 1 : 3;      // chunks that are on their way from memory
   static constexpr int kStride = kRows + 1;                   // between tokens of the result in shared memory
   static constexpr int kSums = 32 * kRowTiles * kTokenTiles;  // of a warp, four floats each
   static constexpr int kSumBytes = kProductWarps / 2 * kSums * static_cast<int>(sizeof(float4));
@@ -73,6 +74,7 @@ __device__ __forceinline__ void exchange_words(uint32_t (&w)[4], int lane) {
 template <class F>
 struct Chunk {
   uint32_t words[F::kRowTiles][2][4];
+  uint32_t zeros[F::kRowTiles][2];  // of 4-bit integers whose scale is for the whole chunk
 };
 
 template <class F>
@@ -81,56 +83,61 @@ class BlockProduct {
   using W = typename F::W;
 
   __device__ __forceinline__ BlockProduct(const ProductArgs& args, int first_row)
-      : args_(args), lane_(threadIdx.x % 32), num_chunks_(args.columns / W::kColumns), policy_(evict_first_policy()) {
-#pragma unroll
-    for (int tile = 0; tile < F::kRowTiles; ++tile) {
-      for (int half = 0; half < 2; ++half) {  // the last block may exceed the matrix
-        rows_[tile][half] = min(first_row + 16 * tile + 8 * half + lane_ / 4, args.rows - 1);
-      }
-    }
+      : args_(args),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x / 32),
+        row_bytes_(args.columns / W::kColumns * kChunkBytes),
+        tokens_(args.x + static_cast<size_t>(lane_ / 4) * args.columns + lane_ % 4 * kLaneColumns),
+        policy_(evict_first_policy()) {
+    for_each_row([&](int tile, int half) {  // the last block may exceed the matrix
+      const int row = min(first_row + 16 * tile + 8 * half + lane_ / 4, args.rows - 1);
+      weights_[tile][half] = args.weights + static_cast<size_t>(row) * row_bytes_ + lane_ % 4 * 16;
+      const size_t scale_row = static_cast<size_t>(row / args.scales.rows_each) * args.scales.grid_columns;
+      scale_rows_[tile][half] = static_cast<const uint8_t*>(args.scales.values) + scale_row * scale_bytes();
+      if constexpr (W::kHasZeros) zero_rows_[tile][half] = args.scales.zero + (has_zeros() ? scale_row : 0);
+    });
   }
 
-  // Multiplies the chunks of this warp.
+  // Multiplies the chunks of this warp: two side by side of each 2 * kProductWarps. While one of them is multiplied,
+  // the other is on its way from memory.
   __device__ __forceinline__ void multiply() {
-    Chunk<F> ahead[F::kAhead];
-    const int warp = threadIdx.x / 32;
-#pragma unroll
-    for (int i = 0; i < F::kAhead; ++i) load(ahead[i], warp + i * kProductWarps);
+    constexpr int kStep = 2 * kProductWarps * kChunkBytes;
+    int first = warp_ * 2 * kChunkBytes, second = first + kChunkBytes;  // the bytes of each row at which they begin
+    Chunk<F> even, odd;
+    load(even, first);
+    load(odd, second);
 #pragma unroll 1
-    for (int first = warp; first < num_chunks_; first += F::kAhead * kProductWarps) {
-#pragma unroll
-      for (int i = 0; i < F::kAhead; ++i) {
-        const int chunk = first + i * kProductWarps;
-        if (chunk >= num_chunks_) break;
-        Chunk<F> weights = ahead[i];
-        load(ahead[i], chunk + F::kAhead * kProductWarps);
-        multiply(weights, chunk * W::kColumns);
-      }
+    while (first < row_bytes_) {
+      multiply(even, first, second);
+      first += kStep;
+      load(even, first);
+      if (second < row_bytes_) multiply(odd, second, first);
+      second += kStep;
+      load(odd, second);
     }
   }
 
   // Adds up the warps' sums and stores the result.
   __device__ __forceinline__ void store(uint8_t* shared, int first_row) {
-    const int warp = threadIdx.x / 32;
     float4* sums = reinterpret_cast<float4*>(shared) + lane_;
 #pragma unroll 1
     for (int half = kProductWarps / 2; half > 0; half /= 2) {
-      if (warp >= half && warp < 2 * half) {
+      if (warp_ >= half && warp_ < 2 * half) {
         for_each_sum([&](int i, float (&sum)[4]) {
-          sums[(warp - half) * F::kSums + 32 * i] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+          sums[(warp_ - half) * F::kSums + 32 * i] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         });
       }
       __syncthreads();
-      if (warp < half) {
+      if (warp_ < half) {
         for_each_sum([&](int i, float (&sum)[4]) {
-          const float4 other = sums[warp * F::kSums + 32 * i];
+          const float4 other = sums[warp_ * F::kSums + 32 * i];
           sum[0] += other.x, sum[1] += other.y, sum[2] += other.z, sum[3] += other.w;
         });
       }
       __syncthreads();
     }
     float* result = reinterpret_cast<float*>(shared);
-    if (warp == 0) {
+    if (warp_ == 0) {
       for_each_sum([&](int i, float (&sum)[4]) {
         const int tile = i / F::kTokenTiles, token = i % F::kTokenTiles * 8 + lane_ % 4 * 2;
         float* to = result + token * F::kStride + 16 * tile + lane_ / 4;
@@ -168,93 +175,146 @@ class BlockProduct {
     static_cast<bf16*>(args_.out)[at] = rounded;
   }
 
-  __device__ __forceinline__ void load(Chunk<F>& chunk, int index) const {
-    if (index >= num_chunks_) return;
-    const size_t row_bytes = static_cast<size_t>(num_chunks_) * 64;
-    const uint8_t* from = args_.weights + static_cast<size_t>(index) * 64 + lane_ % 4 * 16;
+  // Loads the chunk that begins at a byte of each row.
+  __device__ __forceinline__ void load(Chunk<F>& chunk, int begin) const {
+    if (begin >= row_bytes_) return;
+    for_each_row([&](int tile, int half) {
+      const uint4 v = load_weights(reinterpret_cast<const bf16*>(weights_[tile][half] + begin), policy_);
+      uint32_t (&words)[4] = chunk.words[tile][half];
+      words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+      if constexpr (W::kHasZeros && W::kGroups == 1) {
+        chunk.zeros[tile][half] = zero_at(tile, half, group_of(column_at(begin)));
+      }
+    });
+  }
+
+  // Multiplies the chunk that begins at a byte of each row; the warp's next one begins at `next`.
+  __device__ __forceinline__ void multiply(Chunk<F>& chunk, int begin, int next) {
+    if constexpr (W::kGroups > 1) {
+      for_each_row([&](int tile, int half) { exchange_words(chunk.words[tile][half], lane_); });
+      multiply_group<0>(chunk, column_at(begin));
+    } else {
+      multiply_whole(chunk, column_at(begin), next < row_bytes_ ? column_at(next) : -1);
+    }
+  }
+
+  // Multiplies a chunk that begins at a column and has one scale for each row. The next one begins at `next`, or it is
+  // the last one.
+  __device__ __forceinline__ void multiply_whole(const Chunk<F>& chunk, int column, int next) {
+    const int group = group_of(column);
+    if (group != group_) {
+      group_ = group;
+      for_each_row([&](int tile, int half) { scales_[tile][half] = scale_at(tile, half, group); });
+    }
+    uint32_t zeros[F::kRowTiles][2];
+    if constexpr (W::kHasZeros) {
+      for_each_row([&](int tile, int half) { zeros[tile][half] = centre_of(chunk.zeros[tile][half]); });
+    }
+    multiply_pieces<0, F::kPieces>(partial_, chunk.words, zeros, column);
+    if (next >= 0 && group_of(next) == group) return;
+    add_scaled(scales_, partial_);
+#pragma unroll
+    for (int i = 0; i < F::kRowTiles * F::kTokenTiles * 4; ++i) {
+      partial_[i / 4 / F::kTokenTiles][i / 4 % F::kTokenTiles][i % 4] = 0.0f;
+    }
+  }
+
+  // Multiplies a chunk that begins at a column and has a scale for each 32 columns of a row, or for a multiple.
+  template <int kGroup>
+  __device__ __forceinline__ void multiply_group(const Chunk<F>& chunk, int column) {
+    constexpr int kTogether = F::kPieces / W::kGroups;  // pieces whose columns share a scale
+    uint32_t scales[F::kRowTiles][2], zeros[F::kRowTiles][2];
+    const int group = group_of(column + kGroup * (W::kColumns / W::kGroups));
+    for_each_row([&](int tile, int half) {
+      scales[tile][half] = scale_at(tile, half, group);
+      zeros[tile][half] = centre_of(zero_at(tile, half, group));
+    });
+    float partial[F::kRowTiles][F::kTokenTiles][4] = {};
+    multiply_pieces<kGroup * kTogether, kTogether>(partial, chunk.words, zeros, column);
+    add_scaled(scales, partial);
+    if constexpr (kGroup + 1 < W::kGroups) multiply_group<kGroup + 1>(chunk, column);
+  }
+
+  // Multiplies pieces of a chunk that begins at a column.
+  template <int kFirst, int kNum>
+  __device__ __forceinline__ void multiply_pieces(float (&sums)[F::kRowTiles][F::kTokenTiles][4],
+                                                  const uint32_t (&words)[F::kRowTiles][2][4],
+                                                  const uint32_t (&zeros)[F::kRowTiles][2], int column) const {
+#pragma unroll
+    for (int piece = kFirst; piece < kFirst + kNum; ++piece) {
+      uint4 tokens[F::kTokenTiles];
+      load_tokens(tokens, column + (W::kGroups > 1 ? 32 : 8) * piece);
+#pragma unroll
+      for (int tile = 0; tile < F::kRowTiles; ++tile) {
+        multiply_piece<0>(sums[tile], words[tile], zeros[tile], piece, tokens);
+        multiply_piece<1>(sums[tile], words[tile], zeros[tile], piece, tokens);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_scaled(const uint32_t (&scales)[F::kRowTiles][2],
+                                             const float (&partial)[F::kRowTiles][F::kTokenTiles][4]) {
 #pragma unroll
     for (int tile = 0; tile < F::kRowTiles; ++tile) {
+      const float upper = scale_of_bits(scales[tile][0]), lower = scale_of_bits(scales[tile][1]);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 v = load_weights(reinterpret_cast<const bf16*>(from + rows_[tile][half] * row_bytes), policy_);
-        uint32_t (&words)[4] = chunk.words[tile][half];
-        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+      for (int n = 0; n < F::kTokenTiles; ++n) {
+        float (&sum)[4] = sums_[tile][n];
+        const float (&added)[4] = partial[tile][n];
+        sum[0] += upper * added[0], sum[1] += upper * added[1];
+        sum[2] += lower * added[2], sum[3] += lower * added[3];
       }
     }
   }
 
-  // Multiplies a chunk that begins at a column.
-  __device__ __forceinline__ void multiply(Chunk<F>& chunk, int column) {
-    constexpr int kTogether = F::kPieces / W::kGroups;  // pieces whose columns share a scale
+  template <class Function>
+  __device__ __forceinline__ static void for_each_row(Function function) {
 #pragma unroll
-    for (int group = 0; group < W::kGroups; ++group) {
-      const int at_column = column + group * (W::kColumns / W::kGroups);
-      ScaleInFlight scales[F::kRowTiles][2];
-      uint32_t zeros[F::kRowTiles][2];
-#pragma unroll
-      for (int tile = 0; tile < F::kRowTiles; ++tile) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (W::kGroups > 1 && group == 0) exchange_words(chunk.words[tile][half], lane_);
-          const size_t at = scale_at(rows_[tile][half], at_column);
-          scales[tile][half].load(args_.scales, at);
-          if (W::kHasZeros) {
-            const uint32_t zero = args_.scales.zero != nullptr ? args_.scales.zero[at] : kSymmetricZero;
-            zeros[tile][half] = 0x43004300u | zero << 16 | zero;
-          }
-        }
-      }
-      float partial[F::kRowTiles][F::kTokenTiles][4] = {};
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = group * kTogether + i;
-        uint4 tokens[F::kTokenTiles];
-        load_tokens(tokens, column + column_of(piece));
-#pragma unroll
-        for (int tile = 0; tile < F::kRowTiles; ++tile) {
-          multiply_piece<0>(partial[tile], chunk.words[tile], zeros[tile], piece, tokens);
-          multiply_piece<1>(partial[tile], chunk.words[tile], zeros[tile], piece, tokens);
-        }
-      }
-#pragma unroll
-      for (int tile = 0; tile < F::kRowTiles; ++tile) {
-        const float upper = scales[tile][0].value(args_.scales), lower = scales[tile][1].value(args_.scales);
-#pragma unroll
-        for (int n = 0; n < F::kTokenTiles; ++n) {
-          float (&sum)[4] = sums_[tile][n];
-          const float (&added)[4] = partial[tile][n];
-          sum[0] += upper * added[0], sum[1] += upper * added[1];
-          sum[2] += lower * added[2], sum[3] += lower * added[3];
-        }
-      }
-    }
+    for (int i = 0; i < 2 * F::kRowTiles; ++i) function(i / 2, i % 2);
   }
 
-  // Returns the first of this lane's 8 columns in a piece, counted from the chunk's.
-  __device__ __forceinline__ int column_of(int piece) const {
-    return W::kGroups > 1 ? 32 * piece + lane_ % 4 * 8 : lane_ % 4 * (W::kColumns / 4) + 8 * piece;
+  // Returns the group of columns with a scale of their own that a column belongs to.
+  __device__ __forceinline__ int group_of(int column) const {
+    return min(column >> args_.scales.columns_log2, args_.scales.grid_columns - 1);
   }
 
-  __device__ __forceinline__ size_t scale_at(int row, int column) const {
-    const Scales& scales = args_.scales;
-    const int group = min(column >> scales.columns_log2, scales.grid_columns - 1);
-    return static_cast<size_t>(row / scales.rows_each) * scales.grid_columns + group;
+  __device__ __forceinline__ bool has_zeros() const { return args_.scales.zero != nullptr; }
+  __device__ __forceinline__ int scale_bytes() const { return args_.scales.type == kFloat32Scale ? 4 : 2; }
+
+  // Loads the bits of a scale. Nothing computes with them before they are used, which would wait for them.
+  __device__ __forceinline__ uint32_t scale_at(int tile, int half, int group) const {
+    const uint8_t* row = scale_rows_[tile][half];
+    if (args_.scales.type == kFloat32Scale) return __ldg(reinterpret_cast<const uint32_t*>(row) + group);
+    return __ldg(reinterpret_cast<const uint16_t*>(row) + group);
+  }
+  __device__ __forceinline__ float scale_of_bits(uint32_t bits) const {
+    const uint16_t low = static_cast<uint16_t>(bits);
+    if (args_.scales.type == kFloat16Scale) return __half2float(*reinterpret_cast<const __half*>(&low));
+    return __uint_as_float(args_.scales.type == kFloat32Scale ? bits : bits << 16);
+  }
+  __device__ __forceinline__ uint32_t zero_at(int tile, int half, int group) const {
+    return has_zeros() ? zero_rows_[tile][half][group] : kSymmetricZero;
   }
 
-  // Loads 8 columns of this lane's token of each tile. Tokens that there are not are zero.
+  // Returns twice 128 + zero in bf16.
+  __device__ __forceinline__ static uint32_t centre_of(uint32_t zero) { return 0x43004300u | zero << 16 | zero; }
+
+  // Returns the column that a byte of each row is of.
+  __device__ __forceinline__ static int column_at(int byte) { return byte * (W::kColumns / kChunkBytes); }
+
+  // Loads 8 columns of this lane's token of each tile, at `column` from its first. Tokens that there are not are zero.
   __device__ __forceinline__ void load_tokens(uint4 (&tokens)[F::kTokenTiles], int column) const {
 #pragma unroll
     for (int n = 0; n < F::kTokenTiles; ++n) {
-      const int token = 8 * n + lane_ / 4;
       tokens[n] = make_uint4(0, 0, 0, 0);
-      if (token < args_.num_tokens) {
-        tokens[n] = *reinterpret_cast<const uint4*>(args_.x + static_cast<size_t>(token) * args_.columns + column);
+      if (8 * n + lane_ / 4 < args_.num_tokens) {
+        tokens[n] = *reinterpret_cast<const uint4*>(tokens_ + static_cast<size_t>(8 * n) * args_.columns + column);
       }
     }
   }
 
-  // Multiplies the first or the second four of the 8 columns: columns 0 and 2 of them are the first pair of each
-  // operand, 1 and 3 the second, as conversions leave them.
+  // Multiplies the first or the second four of the 8 columns. Conversions put numbers 0 and 2 of a word into a pair, 1
+  // and 3 into another: in e4m3 the bytes are put in order before, of integers the activations get the same order.
   template <int kHalf>
   __device__ __forceinline__ void multiply_piece(float (&sums)[F::kTokenTiles][4], const uint32_t (&words)[2][4],
                                                  const uint32_t (&zeros)[2], int piece,
@@ -265,26 +325,40 @@ class BlockProduct {
       if constexpr (W::kHasZeros) {
         convert_int4<kHalf>(words[half][piece], zeros[half], a[half], a[2 + half]);
       } else {
-        convert_e4m3(words[half][2 * piece + kHalf], a[half], a[2 + half]);
+        convert_e4m3(__byte_perm(words[half][2 * piece + kHalf], 0, 0x3120), a[half], a[2 + half]);
       }
     }
 #pragma unroll
     for (int n = 0; n < F::kTokenTiles; ++n) {
       const uint32_t low = kHalf == 0 ? tokens[n].x : tokens[n].z, high = kHalf == 0 ? tokens[n].y : tokens[n].w;
-      multiply_16x8x16(sums[n], a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+      if constexpr (W::kHasZeros) {
+        multiply_16x8x16(sums[n], a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+      } else {
+        multiply_16x8x16(sums[n], a, low, high);
+      }
     }
   }
 
+  static constexpr int kChunkBytes = 64;
+  // Between the first columns of lanes: a lane has 16 bytes of a chunk, or of their words one for each scale.
+  static constexpr int kLaneColumns = W::kGroups > 1 ? 8 : W::kColumns / 4;
+
   const ProductArgs& args_;
-  const int lane_, num_chunks_;
+  const int lane_, warp_, row_bytes_;
+  const bf16* const tokens_;  // this lane's first one, from its first column on
   const uint64_t policy_;
-  int rows_[F::kRowTiles][2];
+  const uint8_t* weights_[F::kRowTiles][2];              // this lane's rows, from its bytes of the first chunk on
+  const uint8_t* scale_rows_[F::kRowTiles][2];           // their scales
+  const uint8_t* zero_rows_[F::kRowTiles][2];            // and zero points, of 4-bit integers
+  int group_ = -1;                                       // of the columns in `partial_`
+  uint32_t scales_[F::kRowTiles][2] = {};                // the bits of its scales
+  float partial_[F::kRowTiles][F::kTokenTiles][4] = {};  // sums of its columns, not scaled yet
   float sums_[F::kRowTiles][F::kTokenTiles][4] = {};
 };
 
 // Grid: a block for each kRows rows.
 template <class F>
-__global__ void __launch_bounds__(kProductThreads) product_kernel(const ProductArgs args) {
+__global__ void __launch_bounds__(kProductThreads, F::kBlocks) product_kernel(const ProductArgs args) {
   extern __shared__ __align__(16) uint8_t shared_sums[];
   const int first_row = blockIdx.x * F::kRows;
   BlockProduct<F> product(args, first_row);

@@ -6,8 +6,9 @@ namespace meshserve {
 namespace portable {
 namespace {
 
-template <class F>
+template <class W, int kRowTiles, int kTokenTiles, int kBlocks>
 std::string launch_form(const ProductArgs& args, cudaStream_t stream) {
+  using F = ProductForm<W, kRowTiles, kTokenTiles, kBlocks>;
   const auto kernel = kernel_of<product_kernel<F>>().function;
   static_assert(F::kSharedBytes <= 48 << 10, "what a block has without asking");
   kernel<<<(args.rows + F::kRows - 1) / F::kRows, kProductThreads, F::kSharedBytes, stream>>>(args);
@@ -15,22 +16,32 @@ std::string launch_form(const ProductArgs& args, cudaStream_t stream) {
   return status == cudaSuccess ? "" : std::string("launching a product failed: ") + cudaGetErrorString(status);
 }
 
-template <class W, int kTokenTiles>
-std::string launch_tokens(const ProductArgs& args, cudaStream_t stream) {
+// Twice the rows in a block halve the reads of activations, but need so many registers that fewer blocks hide each
+// other's waits. Which is faster was measured with the projections of an 8B model on an H200 (docs/log/gpus.md).
+template <class W>
+std::string launch_weights(const ProductArgs& args, cudaStream_t stream) {
   int device = 0, num_multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  // Twice the rows halve the reads of activations, if blocks enough for all multiprocessors are left.
-  if (args.rows >= 32 * num_multiprocessors) return launch_form<ProductForm<W, 2, kTokenTiles>>(args, stream);
-  return launch_form<ProductForm<W, 1, kTokenTiles>>(args, stream);
-}
-
-template <class W>
-std::string launch_weights(const ProductArgs& args, cudaStream_t stream) {
-  if (args.num_tokens <= 8) return launch_tokens<W, 1>(args, stream);
-  if (args.num_tokens <= 16) return launch_tokens<W, 2>(args, stream);
-  if (args.num_tokens <= 32) return launch_tokens<W, 4>(args, stream);
-  return launch_tokens<W, 8>(args, stream);
+  const bool is_tall = args.rows >= 64 * num_multiprocessors;
+  if (args.num_tokens <= 8) {
+    if constexpr (W::kHasZeros) {
+      return is_tall ? launch_form<W, 2, 1, 2>(args, stream) : launch_form<W, 1, 1, 3>(args, stream);
+    } else {
+      return launch_form<W, 1, 1, 4>(args, stream);
+    }
+  }
+  if (args.num_tokens <= 16) {
+    return is_tall ? launch_form<W, 2, 2, 2>(args, stream) : launch_form<W, 1, 2, 3>(args, stream);
+  }
+  if (args.num_tokens <= 32) {
+    if constexpr (W::kHasZeros) {
+      return launch_form<W, 2, 4, 1>(args, stream);
+    } else {
+      return launch_form<W, 1, 4, 2>(args, stream);
+    }
+  }
+  return launch_form<W, 2, 8, 1>(args, stream);
 }
 
 }  // namespace
