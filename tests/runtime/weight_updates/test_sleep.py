@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from meshserve import LLM, SamplingParams
 from meshserve.runtime.api.errors import ConfigError, InvalidRequestError, UnavailableFeatureError
 from meshserve.runtime.program.step_runner import StepRunner
+from meshserve.runtime.weight_updates import engine_control
 from meshserve.runtime.weight_updates.weight_updater import replaceable
 from tests import checkpoints
 
@@ -61,6 +62,28 @@ def test_asleep_nothing_is_left_on_the_devices_and_awake_all_is_as_before(llm: L
     llm.wake()
     llm.wake()  # without effect
     assert generated(llm) == wanted
+
+
+def test_memory_that_cannot_be_pinned_holds_the_weights_too(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Without such memory, and without so much of it."""
+    wanted, control = generated(llm), llm._launched.control
+    llm.sleep()
+    assert control._host is not None and control._host._pinned is not None and not control._host._blocks
+    llm.wake()
+
+    def too_much(*arguments: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 15 GiB of host memory")
+
+    for name, replacement in (("host_shardings", lambda devices: None), ("jax.device_put", too_much)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{engine_control.__name__}.{name}", replacement)
+            llm.sleep()
+        assert control._host is not None and control._host._pinned is None and control._host._blocks
+        llm.wake()
+        assert generated(llm) == wanted
+    assert "could not be pinned" in caplog.text
 
 
 def test_a_wake_without_memory_may_be_tried_again(llm: LLM, monkeypatch: pytest.MonkeyPatch):
