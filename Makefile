@@ -10,7 +10,7 @@ CUDA := $(shell find kernels/cuda tests/kernels -name "*.cu" -o -name "*.cuh" -o
 export PYTHONSAFEPATH := 1
 
 .PHONY: demo demo-cluster test test-again test-fast test-every test-cluster test-deploy test-fleet test-openai test-clients test-clients-openai test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
-    structured traffic sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-scaling bench-scheduler protos dist clean
+    structured traffic sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-scaling bench-scheduler protos dist wheel-cuda clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -203,6 +203,13 @@ dist: $(VENV)/.test
 	cd build/protos && ../../$(BIN)/buf build --path meshserve --exclude-source-info -o ../../protos/baseline.binpb
 	$(BIN)/python -m build --outdir dist .
 	tar -C build/protos -czf dist/meshserve-protos-$$($(BIN)/meshserve --version | cut -d" " -f2).tar.gz .
+
+# A wheel with the CUDA kernels for Hopper and for every other listed GPU, compiled for the version of jax that this
+# environment has. A server of that version needs neither nvcc nor a C++ compiler. Needs no GPU, and some minutes.
+wheel-cuda: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check "build>=1.3"
+	PYTHONPATH=src $(BIN)/python -m meshserve.kernels.cuda.prebuilt
+	$(BIN)/python -m build --wheel --outdir dist --config-setting=--build-option=--plat-name=linux_x86_64 .
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -2,9 +2,10 @@
 
 The sources ship beside this file, in a folder for each operation. They make two libraries: `HOPPER`, with what lies in
 folders `sm90`, and `PORTABLE` for every GPU since Ampere, with what lies in folders `sm80`. Both have what is in
-neither and needed by its calls. `load` compiles a library with nvcc into a cache folder, which takes about 20 seconds.
-Its name is a hash of the sources, the flags, and the versions of nvcc and jax, so only a change of one of these
-triggers a rebuild. Nothing happens at import.
+neither and needed by its calls. `load` takes a library that was compiled ahead into `PREBUILT` (see `prebuilt`), as in
+a wheel or an image, or compiles it with nvcc into a cache folder, which takes about 20 seconds. Its name is a hash of
+the sources, the flags, and the versions of CUDA and jax, so only a change of one of these triggers a rebuild. Nothing
+happens at import.
 """
 
 import ctypes
@@ -35,6 +36,7 @@ from .support import no_ampere, no_hopper
 from .user_folder import user_folder
 
 SOURCES = Path(__file__).parent
+PREBUILT = SOURCES / "libraries"  # of this installation; not there in a checkout
 # Without -fno-gnu-unique, two libraries in one process would share lists of kernels.
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-Xcompiler", "-fno-gnu-unique")
 _HOPPER_TARGETS = (
@@ -109,11 +111,26 @@ class Library:
             return sorted(found + [unit for unit in SOURCES.rglob("*.cu") if _folder_of(unit) is None])
         return sorted(found + [SOURCES / unit for unit in self.shared])
 
-    def flags(self) -> tuple[str, ...]:
-        """Returns what it is compiled with, which depends on this process's GPUs."""
+    def needed_targets(self) -> tuple[str, ...]:
+        """Returns what it must be compiled for, which depends on this process's GPUs."""
         if self.target:
-            return (*FLAGS, _generated(self.target))
-        return (*FLAGS, *map(_generated, map(_target_of, sorted(_present_capabilities()) or CAPABILITIES[:1])))
+            return (self.target,)
+        return tuple(map(_target_of, sorted(_present_capabilities()) or CAPABILITIES[:1]))
+
+    def all_targets(self) -> tuple[str, ...]:
+        """Returns what it is compiled for ahead: every listed GPU, and PTX for later ones."""
+        if self.target:
+            return (self.target,)
+        return (*map(_target_of, CAPABILITIES), "compute_{}{}".format(*CAPABILITIES[-1]))
+
+    def flags(self) -> tuple[str, ...]:
+        """Returns what it is compiled with for this process's GPUs."""
+        return flags_for(self.needed_targets())
+
+
+def flags_for(targets: Sequence[str]) -> tuple[str, ...]:
+    """Returns the flags of nvcc for targets such as "sm_90a"."""
+    return (*FLAGS, *map(_generated, targets))
 
 
 def _folder_of(unit: Path) -> str | None:
@@ -175,8 +192,11 @@ def unavailable_reason(device: jax.Device | None = None, library: Library = HOPP
     """
     if reason := library.unsupported_device(Device.of(device)):
         return reason
-    if find_nvcc() is None:
-        return "the CUDA kernels are compiled with nvcc, which is not on PATH: install jax[cuda13] or the CUDA toolkit"
+    if find_nvcc() is None and prebuilt(library) is None:
+        return (
+            "the CUDA kernels are compiled with nvcc, which is not on PATH, and this installation has none for its "
+            "versions of jax and CUDA: install jax[cuda13] or the CUDA toolkit"
+        )
     return None
 
 
@@ -199,12 +219,21 @@ def _problem(output: str) -> str:
     return next((line for line in lines if "error" in line.lower() or "fatal" in line.lower()), lines[-1]).strip(" .")
 
 
-def build(cache_dir: Path | None = None, library: Library = HOPPER) -> Path:
-    """Compiles a library unless `cache_dir` (default: ~/.cache/meshserve) already holds it, and returns its path.
+def build(cache_dir: Path | None = None, library: Library = HOPPER, *, is_prebuilt_taken: bool = True) -> Path:
+    """Compiles a library unless it is there, and returns its path.
+
+    Args:
+      cache_dir: The folder to look into and to compile into; None means ~/.cache/meshserve, and before it what was
+        compiled ahead.
+      library: The library.
+      is_prebuilt_taken: Whether one that was compiled ahead may be returned.
 
     Raises:
       KernelBuildError: nvcc was not found or failed, or the folder cannot be written to. The output is logged.
     """
+    ahead = prebuilt(library) if cache_dir is None and is_prebuilt_taken else None
+    if ahead is not None:
+        return ahead
     nvcc = _nvcc()
     try:
         folder = cache_dir or user_folder()
@@ -238,13 +267,46 @@ def unbuildable_reason(library: Library | None = HOPPER) -> str | None:
     return None
 
 
-def file_name(library: Library) -> str:
-    """Returns the name that a library's file has in this version, built or not.
+def file_names(library: Library) -> tuple[str, ...]:
+    """Returns the names that a library's file may have in this version, without compiling it."""
+    ahead, nvcc = prebuilt(library), find_nvcc()
+    names = () if ahead is None else (ahead.name,)
+    return names if nvcc is None else (*names, _file_name(nvcc, library, library.flags()))
 
-    Raises:
-      KernelBuildError: nvcc was not found or failed.
+
+@functools.cache
+def prebuilt(library: Library) -> Path | None:
+    """Returns a library that was compiled ahead with these sources and versions and for these GPUs; None without one.
+
+    A file that is damaged is told in the log and not returned.
     """
-    return _file_name(_nvcc(), library, library.flags())
+    cuda_major = _cuda_major()
+    if cuda_major is None or not set(library.needed_targets()) <= set(library.all_targets()):
+        return None
+    path = PREBUILT / prebuilt_name(library, cuda_major)
+    try:
+        expected = path.with_suffix(".sha256").read_text(encoding="ascii").strip()
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if found != expected:
+        _log.warning("%s is not used, because it is damaged", path)
+        return None
+    return path
+
+
+def prebuilt_name(library: Library, cuda_major: int) -> str:
+    """Returns the name of a library that is compiled ahead with a version of CUDA, of which only the first part counts.
+
+    Within it, code runs with every driver that jax's CUDA build runs with.
+    """
+    versions = (f"CUDA {cuda_major}", jax.__version__, jax.lib.__version__)
+    return _named(library, (*flags_for(library.all_targets()), *versions))
+
+
+def _cuda_major() -> int | None:
+    """Returns the version of CUDA that the installed jax is built for; None if it is not built for GPUs."""
+    return next((major for major in (13, 12) if importlib.util.find_spec(f"jax_cuda{major}_plugin")), None)
 
 
 def _nvcc() -> Path:
@@ -255,8 +317,13 @@ def _nvcc() -> Path:
 
 
 def _file_name(nvcc: Path, library: Library, flags: Sequence[str]) -> str:
+    return _named(library, (*flags, _run([str(nvcc), "--version"]), jax.__version__, jax.lib.__version__))
+
+
+def _named(library: Library, texts: Sequence[str]) -> str:
+    """Returns a file name with a digest of texts and of the library's sources."""
     digest = hashlib.sha256()
-    for text in (*flags, _run([str(nvcc), "--version"]), jax.__version__, jax.lib.__version__):
+    for text in texts:
         digest.update(text.encode() + b"\0")
     for source in (*library.sources(), *sorted(SOURCES.rglob("*.cuh"))):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
@@ -294,8 +361,9 @@ def _opened(library: Library = HOPPER) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         _log.warning("compiling the CUDA kernels again, because they do not load: %s", error)
-        path.unlink(missing_ok=True)
-    return ctypes.CDLL(str(build(library=library)))
+        if path.parent != PREBUILT:
+            path.unlink(missing_ok=True)
+    return ctypes.CDLL(str(build(library=library, is_prebuilt_taken=False)))
 
 
 def loaded_libraries() -> tuple[str, ...]:
@@ -312,7 +380,7 @@ def load_named(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         for library in (HOPPER, PORTABLE):
             is_known = name.startswith(f"{library.name}-") and name not in _loaded_files
-            if is_known and file_name(library) == name:  # a library of other sources is not compiled for its name
+            if is_known and name in file_names(library):  # a library of other sources is not compiled for its name
                 load(library)
     return tuple(name for name in names if name in _loaded_files)
 
@@ -333,7 +401,7 @@ def load(library: Library = HOPPER) -> ctypes.CDLL:
 @functools.cache
 def loaded(library: Library) -> ctypes.CDLL:
     """See `load`."""
-    if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+    if _cuda_major() is None:
         raise KernelBuildError("the CUDA kernels need jax's CUDA build: install jax[cuda13]")
     opened = _opened(library)
     for name in library.targets:

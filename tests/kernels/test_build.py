@@ -17,7 +17,7 @@ def test_a_damaged_file_is_compiled_again(
     source.write_text("int answer(void) { return 42; }")
     num_builds = 0
 
-    def compiled(library: build.Library) -> Path:
+    def compiled(library: build.Library, *, is_prebuilt_taken: bool = True) -> Path:
         nonlocal num_builds
         if not path.exists():
             num_builds += 1

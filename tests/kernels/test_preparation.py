@@ -24,7 +24,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(preparation.CUBLAS_LT)
 
     monkeypatch.setattr(build, "_loaded_files", {})
-    monkeypatch.setattr(build, "file_name", lambda library: files[library.name])
+    monkeypatch.setattr(build, "file_names", lambda library: (files[library.name],))
     monkeypatch.setattr(build, "load", loaded)
     monkeypatch.setattr(cublas_lt, "open_library", opened)
     return done
