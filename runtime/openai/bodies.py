@@ -64,7 +64,7 @@ class Bodies:
             data = b"".join(pieces)
             del pieces
             if not json_text.takes_long(data, _INLINE_BYTES):
-                return json_text.parsed(data), Apart()
+                return json_text.parsed(data), Apart(self._pool, self._paced, tenant)
             max_values = _MIN_VALUES + _VALUES_PER_TOKEN * max_context
             apart = Apart(self._pool, self._paced, tenant, num_bytes)
             return await apart.run(json_text.parsed_in_pieces, data, max_values), apart
@@ -87,13 +87,17 @@ class Bodies:
 
 
 class Apart:
-    """Runs functions that read one body: at once, or in a thread if the body is large."""
+    """Runs functions that read one body: at once, or in a thread if the body is large. Without a pool, all at once."""
 
     def __init__(self, pool: WorkPool | None = None, paced: Paced | None = None, tenant: str = "", num_bytes: int = 0):
         self._pool, self._paced, self._tenant, self._num_bytes = pool, paced, tenant, num_bytes
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of a function. Raises what it raises, QuotaExceededError and QueueFullError."""
+        return await self.run_long(function, *arguments) if self._num_bytes else function(*arguments)
+
+    async def run_long(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Does the same with a function that takes long, whatever the body is."""
         if self._pool is None or self._paced is None:
             return function(*arguments)
         return await self._pool.run(self._tenant, self._num_bytes, self._paced, function, *arguments)

@@ -11,6 +11,7 @@ from .chat_call import ChatCall, ChatChoice
 from .event_stream import EventStream, as_json, quoted
 from .fields import CHAT, checked_body
 from .http_call import HttpCall
+from .whole_answers import answered
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -26,14 +27,12 @@ class ChatCompletions:
 
     async def answer(self, request: "web.Request", body: Any, call: HttpCall) -> "web.StreamResponse":
         """Answers a request. See `openai_port`."""
-        from aiohttp import web
-
         fields = checked_body(body, CHAT)
         chat = await call.apart.run(ChatCall, _METHOD, self._edge, fields, call)
         answer = _ChatAnswer(chat, fields)
         if not fields.get("stream"):
             await chat.run()
-            return web.json_response(answer.whole())
+            return await answered(call, answer.whole, is_long=answer.has_logprobs)
         stream = EventStream(request, {"X-Request-Id": call.request_id})
 
         async def send(choice: ChatChoice, parts: Sequence[AnswerPart], output: Output) -> None:
@@ -67,6 +66,11 @@ class _ChatAnswer:
         self._has_ids = bool(fields.get("return_token_ids"))
         self._begun: set[int] = set()  # the choices of which something has been sent
         self._begin: str | None = None  # of every chunk
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities, of which there may be many."""
+        return self._chat.num_logprobs is not None or "prompt_logprobs" in self._fields
 
     def chunks(self, choice: ChatChoice, parts: Sequence[AnswerPart], output: Output) -> Iterator[dict[str, Any] | str]:
         """Yields the chunks of one output: one for each part, the last with the log-probabilities and the reason."""

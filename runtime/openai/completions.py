@@ -15,6 +15,7 @@ from .fields import COMPLETIONS, checked_body, required, whole_numbers
 from .generation import Choice, Generation, Prompt, with_one_token
 from .http_call import HttpCall
 from .usage import usage_of
+from .whole_answers import answered
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -69,8 +70,6 @@ class _Completion:
         self._choices = [Choice(index) for index in range(num_choices)]
 
     async def answer(self, request: "web.Request") -> "web.StreamResponse":
-        from aiohttp import web
-
         prompts = [self._known(number, prompt) for number, prompt in enumerate(self._prompts)]
         if self._fields.get("stream"):
             return await self._stream(request, prompts)
@@ -79,8 +78,12 @@ class _Completion:
             self._choices[index].add(output)
 
         await self._generation.run(prompts, self._params, self._options, keep)
+        has_logprobs = self._logprobs is not None or "prompt_logprobs" in self._fields
+        return await answered(self._call, self._answer, is_long=has_logprobs)
+
+    def _answer(self) -> dict[str, Any]:
         choices = [self._whole(choice) for choice in self._choices]
-        return web.json_response(self._message(choices) | {"usage": usage_of(self._choices, self._options.n)})
+        return self._message(choices) | {"usage": usage_of(self._choices, self._options.n)}
 
     def _known(self, number: int, prompt: Prompt) -> Prompt:
         async def tokens(intake: Intake, tenant: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from ..server.retrieval_methods import RetrievalMethods
 from .fields import COMMON, Field, Kind, checked_body, honoured, refused, required, whole_numbers
 from .generation import adapter_of
 from .http_call import HttpCall
+from .whole_answers import answered
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -64,8 +65,6 @@ class Retrieval:
 
     async def embeddings(self, request: "web.Request", body: Any, call: HttpCall) -> "web.StreamResponse":
         """Answers `/v1/embeddings`."""
-        from aiohttp import web
-
         fields, adapter = self._fields(body, EMBEDDINGS, call)
         form = fields.get("encoding_format", "float")
         if form not in ("float", "base64"):
@@ -78,8 +77,13 @@ class Retrieval:
         collected = Collected(call)
         await self._methods.embed(asked, collected)
         found = sorted((each for message in collected.messages for each in message.embeddings), key=_index)
-        data = [{"object": "embedding", "index": each.index, "embedding": _vector(each.data, form)} for each in found]
-        return web.json_response({"object": "list", "data": data, "model": self._name(adapter), "usage": _usage(found)})
+
+        def whole() -> dict[str, Any]:
+            vectors = [(each.index, _vector(each.data, form)) for each in found]
+            data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in vectors]
+            return {"object": "list", "data": data, "model": self._name(adapter), "usage": _usage(found)}
+
+        return await answered(call, whole, is_long=True)
 
     async def score(self, request: "web.Request", body: Any, call: HttpCall) -> "web.StreamResponse":
         """Answers `/v1/score`, as vLLM does."""

@@ -1,6 +1,5 @@
 """Routes about the server and its model: models, health, version, and the conversion between text and tokens."""
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from .chat_call import conversation_of
 from .fields import COMMON, Field, Kind, checked_body, honoured, neutral, required, whole_numbers
 from .generation import adapter_of
 from .http_call import HttpCall
-from .json_text import json_list
+from .json_text import in_pieces
 from .token_logprobs import token_text
 
 if TYPE_CHECKING:
@@ -98,11 +97,10 @@ class Information:
         adapter_of(backend, tenant, fields.get("model"))  # adapters have the tokenizer of their model
 
         def written(token_ids: tuple[int, ...]) -> str:
-            answer = {"count": len(token_ids), "max_model_len": backend.info.max_context_tokens}
-            lists = {"tokens": json_list(token_ids)}
+            answer = {"count": len(token_ids), "max_model_len": backend.info.max_context_tokens, "tokens": token_ids}
             if fields.get("return_token_strs"):
-                lists["token_strs"] = json_list([token_text(backend.tokenizer, token_id) for token_id in token_ids])
-            return json.dumps(answer)[:-1] + "".join(f', "{name}": {text}' for name, text in lists.items()) + "}"
+                answer["token_strs"] = [token_text(backend.tokenizer, token_id) for token_id in token_ids]
+            return in_pieces(answer)
 
         with self._edge.in_flight("/tokenize", call.request_id, tenant):
             if "messages" in fields:

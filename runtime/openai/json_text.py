@@ -1,4 +1,4 @@
-"""Parses JSON of callers: strictly, in bounded memory, and in pieces that hold Python's lock for a moment only.
+"""Parses JSON of callers: strictly, in bounded memory, in pieces that hold Python's lock for a moment only. Writes it.
 
 The standard library takes what no other program takes for JSON: NaN, infinity, halves of characters, numbers of any
 length. It builds whatever it is sent, up to 50 times the size of the text, and no other thread runs meanwhile.
@@ -7,7 +7,6 @@ length. It builds whatever it is sent, up to 50 times the size of the text, and 
 import json
 import math
 import re
-from collections.abc import Sequence
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
@@ -25,6 +24,8 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBERS = re.compile(r"[-+.0-9eE, \t\n\r]*")
 _SCALAR = re.compile(r"[-+.0-9a-zA-Z]{1,400}")
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character, and perhaps without its other half
+
+_CONTAINERS = (dict, list, tuple)
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -67,9 +68,15 @@ def parsed_in_pieces(data: bytes, max_values: int) -> Any:
         raise _invalid(error) from None
 
 
-def json_list(values: Sequence[Any]) -> str:
-    """Returns a list as JSON. Other threads run meanwhile."""
-    pieces = (values[start : start + _PIECE_ITEMS] for start in range(0, len(values), _PIECE_ITEMS))
+def in_pieces(value: Any) -> str:
+    """Returns a value as JSON, as `json.dumps` does. Other threads run meanwhile."""
+    if isinstance(value, dict) and any(isinstance(each, _CONTAINERS) for each in value.values()):
+        return "{" + ", ".join(f"{json.dumps(name)}: {in_pieces(each)}" for name, each in value.items()) + "}"
+    if not isinstance(value, list | tuple):
+        return json.dumps(value)
+    if any(isinstance(each, _CONTAINERS) for each in value):
+        return "[" + ", ".join(map(in_pieces, value)) + "]"
+    pieces = (value[start : start + _PIECE_ITEMS] for start in range(0, len(value), _PIECE_ITEMS))
     return "[" + ", ".join(json.dumps(piece)[1:-1] for piece in pieces) + "]"
 
 
