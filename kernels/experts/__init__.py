@@ -15,13 +15,11 @@ D embed.
 import jax
 
 from meshserve.kernels.implementation import in_order, named
-from meshserve.kernels.linear import E4M3, Format
 
 from . import reference, sm90, tiles, tpu, xla
 from .contract import Experts, ExpertShapes, ExpertsImplementation, ExpertStep, ExpertWeights, Routing
 
 __all__ = [
-    "FORMATS",
     "IMPLEMENTATIONS",
     "ExpertShapes",
     "ExpertStep",
@@ -33,7 +31,6 @@ __all__ = [
     "scratch_bytes",
 ]
 
-FORMATS: tuple[Format, ...] = (E4M3,)  # formats of quantized weights; blocks divide the dimensions of an expert
 
 # In order of preference: cuda (Hopper GPUs), tpu, xla (any backend), reference (every expert for every token, for
 # tests), and tpu_interpreted (the TPU kernel in Pallas' interpreter; any backend, for tests, far slower).

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels.linear import E4M3, Matrix, QuantizedMatrix, to_fp8
+from meshserve.kernels.linear.cases import random_groups
 from meshserve.kernels.linear.formats import SCALE
 
 from . import ExpertWeights, Routing
@@ -35,6 +36,8 @@ class Case:
     dtype: str = "float32"
     is_zero: bool = False  # no token chose an expert of the block, so that the output holds nothing but zeros
     is_fp8: bool = False  # the weights are 8-bit floats with a scale for each block of 128 x 128
+    packed: str = ""  # a key of `linear.cases.PACKED`: the weights have scales for groups of columns
+    group: int = 0  # columns of such a group
 
     @property
     def num_local(self) -> int:
@@ -55,6 +58,14 @@ CASES = (
     Case(name="128-experts", num_tokens=64, num_experts=128, num_chosen=8, mlp=32),
     Case(name="bfloat16", num_tokens=48, dtype="bfloat16"),
     Case(name="fp8", num_tokens=21, mlp=256, padding=4, is_fp8=True),
+)
+
+PACKED_CASES = (
+    Case(name="int4-128", num_tokens=21, mlp=256, padding=4, packed="int4", group=128),
+    Case(name="int4-zero-64", num_tokens=70, mlp=192, skew=1.0, packed="int4-zero", group=64),
+    Case(name="int4-32-one-token", num_tokens=1, mlp=96, packed="int4", group=32),
+    Case(name="int4-block", num_tokens=40, first_expert=4, block_experts=4, packed="int4-zero", group=128),
+    Case(name="int4-bfloat16", num_tokens=48, packed="int4", group=128, dtype="bfloat16"),
 )
 
 
@@ -81,6 +92,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     shape = (case.num_layers, case.num_local)
 
     def matrix(*sizes: int) -> Matrix:
+        if case.packed:
+            return random_groups(rng, case.packed, sizes, case.group)
         values = rng.standard_normal(sizes, np.float32) * sizes[-1] ** -0.5
         if not case.is_fp8:
             return jnp.asarray(values, case.dtype)

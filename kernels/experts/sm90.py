@@ -95,7 +95,7 @@ def unsupported_reason(weights: ExpertWeights) -> str | None:
 def _unsupported_fp8(matrix: QuantizedMatrix) -> str | None:
     """Returns why the kernels do not support a quantized matrix, or None if they do."""
     if matrix.format != E4M3:
-        return f"the experts are {matrix.dtype}; bfloat16 or float8_e4m3fn is needed"
+        return f"the experts are {matrix.format.name}; bfloat16 or float8_e4m3fn is needed"
     if matrix.block != (_FP8_BLOCK, _FP8_BLOCK):
         return f"a scale of the experts covers {matrix.block}; blocks of {_FP8_BLOCK} x {_FP8_BLOCK} are needed"
     if matrix.shape[-1] > _MAX_FP8_COLUMNS:

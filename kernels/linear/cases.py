@@ -1,11 +1,21 @@
 """Shapes, random inputs and expected results for the tests and benchmarks of the linear operation."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
-from .formats import E4M3, FP8, FP8_MAX, INT4, SCALE, SYMMETRIC_ZERO, ZERO
+from .formats import (
+    E4M3,
+    FP8,
+    FP8_MAX,
+    INT4,
+    SCALE,
+    SYMMETRIC_ZERO,
+    ZERO,
+    Format,
+)
 from .matrix import Matrix, QuantizedMatrix
 
 
@@ -14,7 +24,7 @@ class Case:
     """A product of `tokens` activations with a matrix of `rows` x `columns`, whose scales cover `block` elements."""
 
     name: str
-    kind: str  # "plain", "fp8", "int4" or "int4-zero" (with zero points)
+    kind: str  # "plain", "fp8", "int4", or "int4-zero" (with zero points)
     scale_dtype: str = "float32"
     block: tuple[int, int] = (1, 1)
     tokens: int = 5
@@ -23,6 +33,12 @@ class Case:
     columns: int = 256
     dtype: str = "float32"  # dtype of the activations
 
+
+# Formats in bytes, and the dtypes of their grids.
+PACKED: Mapping[str, tuple[Format, Mapping[str, str]]] = {
+    "int4": (INT4, {SCALE: "bfloat16"}),
+    "int4-zero": (INT4, {SCALE: "float16", ZERO: "uint8"}),
+}
 
 CASES = (
     Case(name="plain", kind="plain"),
@@ -91,6 +107,30 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     if case.kind == "int4-zero":
         grids[ZERO] = jnp.asarray(rng.integers(0, 16, grid, np.uint8))
     return Inputs(x, QuantizedMatrix(INT4, jnp.asarray(data), grids))
+
+
+def random_groups(rng: np.random.Generator, kind: str, shape: tuple[int, ...], columns: int) -> QuantizedMatrix:
+    """Returns a random matrix of one of `PACKED`, with elements of a deviation of about K^-0.5.
+
+    Args:
+      rng: Generator of the numbers.
+      kind: Key of `PACKED`.
+      shape: [..., N, K].
+      columns: Columns of a row that share a scale.
+    """
+    *leading, rows, num_columns = shape
+    format, dtypes = PACKED[kind]
+    data = rng.integers(0, 256, (*leading, rows, num_columns // format.packed), np.uint8)
+    grids = {}
+    for part, dtype in dtypes.items():
+        grid = (*leading, rows, num_columns // columns)
+        typical = format.typical_grid(part, num_columns**-0.5)
+        if part == ZERO:
+            values = rng.integers(0, 16, grid)
+        else:
+            values = typical * 2.0 ** rng.uniform(-1, 1, grid)
+        grids[part] = jnp.asarray(values, dtype)
+    return QuantizedMatrix(format, jnp.asarray(data), grids)
 
 
 def exact_matrix(weight: Matrix) -> np.ndarray:

@@ -74,7 +74,13 @@ class Declare:
         return Weight(jnp.zeros(self.stack + shape, dtype or self.dtype), axes=axes, **metadata)
 
     def matrix(
-        self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], row_unit: int = 0
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        row_unit: int = 0,
+        *,
+        is_slice: bool = False,
     ) -> Weight | QuantizedWeight:
         """Declares a projection [..., out, in], quantized if the model's quantization covers it.
 
@@ -84,6 +90,7 @@ class Declare:
           axes: The logical axes.
           row_unit: Rows that stay together and begin at a multiple of their number in the stored matrix, such as those
             of a head; 0 means that all rows have the order of the stored matrix.
+          is_slice: Whether the columns are a slice of those of the stored matrix, although their axis is not sharded.
         """
         quantization = self.quantization
         if quantization is None or self.prefix + name not in quantization.parameters:
@@ -92,23 +99,35 @@ class Declare:
         data = self(
             (*leading, columns // format.packed), axes, format.storage, granule=(1, format.packed), format=format
         )
-        grids = {grid.part: self._grid(grid, shape, axes, row_unit, format) for grid in quantization.grids}
-        return QuantizedWeight(format, {DATA: data, **grids})
+        parts = {DATA: data}
+        for grid in quantization.grids:
+            row_block, column_block = grid.block
+            if row_unit:
+                row_granule = math.gcd(row_block, row_unit)
+            else:
+                row_granule = granule(row_block, shape[-2], self._num_parts(axes[-2]))
+            if is_slice and column_block:  # a slice that is smaller than a block may have parts of two
+                column_granule = math.gcd(column_block, columns)
+            else:
+                column_granule = granule(column_block, columns, self._num_parts(axes[-1]))
+            parts[grid.part] = self._grid(grid, shape, axes, (row_granule, column_granule), format)
+        return QuantizedWeight(format, parts)
 
     def _grid(
-        self, grid: Grid, shape: tuple[int, ...], axes: tuple[str | None, ...], row_unit: int, format: Format
+        self,
+        grid: Grid,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        granules: tuple[int, int],
+        format: Format,
     ) -> Weight:
         *leading, rows, columns = shape
         row_block, column_block = grid.block
-        row_granule = granule(row_block, rows, self._num_parts(axes[-2]))
-        if row_unit:
-            row_granule = math.gcd(row_block, row_unit)
-        column_granule = granule(column_block, columns, self._num_parts(axes[-1]))
         return self(
-            (*leading, rows // row_granule, columns // column_granule),
+            (*leading, rows // granules[0], columns // granules[1]),
             (*axes[:-2], axes[-2] if row_block else None, axes[-1] if column_block else None),
             jnp.dtype(grid.dtype),
-            granule=(row_granule, column_granule),
+            granule=granules,
             format=format,
         )
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 NOT_QUANTIZED = "none"
 SCHEMES = ("fp8-block", "fp8-channel", "int4")  # that `--quantize` makes
 _EXPRESSION = "re:"  # begins a regular expression in a list of modules
+_LEAST_EXPERT_COLUMNS = 32  # of an expert's shard that share a scale, unless a group has fewer
 
 
 class Grid(NamedTuple):
@@ -54,6 +55,16 @@ class Quantization:
     def has_zero_points(self) -> bool:
         """Whether elements are differences from zero points, which are stored."""
         return any(grid.part == "zero" for grid in self.grids)
+
+    @property
+    def expert_unit(self) -> int:
+        """Rows of an expert's intermediate dimension that stay together if experts are split by tensor.
+
+        Blocks of several rows are not divided. Groups of columns are, for shards of equal size, but no further than
+        kernels read them.
+        """
+        rows, columns = self.scale.block
+        return rows if rows > 1 or not columns else min(columns, _LEAST_EXPERT_COLUMNS)
 
     def skips(self, module: str) -> bool:
         """Returns whether files leave a module, given by its path, unquantized: it or a part around it is listed."""

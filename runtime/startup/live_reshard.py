@@ -31,7 +31,7 @@ from ..model_files.model_config import ModelConfig
 from ..program.step_runner import StepRunner
 from ..resolve.resolved_server import PlacedServer
 from ..weights.formats.grids import Granule, regrid_indices
-from ..weights.orbax_layout import moved_pieces, parameters_in, stack_of
+from ..weights.orbax_layout import common_granule, moved_pieces, parameters_in, stack_of
 from ..weights.registry import abstract_model, weight_bytes
 from .runner_build import compile_runner
 
@@ -177,18 +177,23 @@ def move_params(
     Consumes `params`: each parameter is deleted as soon as it has been moved, so that a device needs memory for at most
     one parameter in addition to its old and new shards.
     """
-    pieces = moved_pieces(model, old_layout, layout)
+    pieces = moved_pieces(model, old_layout, layout, is_common=True)
     before, after = parameters_in(model, old_layout), parameters_in(model, layout)
     old = dict(nnx.to_flat_state(params))
     _, abstract = abstract_model(model, layout, jax.tree.leaves(params)[0].dtype)
     flat = []
     for path, weight in nnx.to_flat_state(abstract):
         name = ".".join(map(str, path))
-        array = _in_granule(old[path][...], before[name].granule, after[name].granule)
+        granules = before[name].granule, after[name].granule
+        common = common_granule(*granules)
+        array = old[path][...]
+        array = _in_granule(array, granules[0], common, NamedSharding(array.sharding.mesh, PartitionSpec()))
         found, stack = pieces[name], stack_of(model, name)
         if stack is not None:
             found = [_of_all_layers(piece, len(stack.layers)) for piece in found]
-        new = reshard(array, found, weight.shape, named_sharding(mesh, weight.axes))
+        sharding = named_sharding(mesh, weight.axes)
+        moved = reshard(array, found, _shape_in_granule(weight.shape, granules[1], common), sharding)
+        new = _in_granule(moved, common, granules[1], sharding)
         new.block_until_ready()
         flat.append((path, weight.replace(new)))
         array.delete()
@@ -214,16 +219,22 @@ def moved_together(params: nnx.State) -> nnx.State:
     return jax.tree.unflatten(structure, moved)
 
 
-def _in_granule(grid: jax.Array, old: Granule | None, new: Granule | None) -> jax.Array:
-    """Returns a grid of scales [..., N / n, K / k] for other rectangles, on every device of its mesh."""
+def _in_granule(grid: jax.Array, old: Granule | None, new: Granule | None, sharding: NamedSharding) -> jax.Array:
+    """Returns a grid of scales [..., N / n, K / k] for other rectangles."""
     if old is None or new is None or old == new:
         return grid
     rows, columns = (
         regrid_indices(length * old[axis], old[axis], new[axis]) for axis, length in enumerate(grid.shape[-2:])
     )
-    assert isinstance(grid.sharding, NamedSharding)
-    sharding = NamedSharding(grid.sharding.mesh, PartitionSpec())
     return jax.jit(lambda grid: grid[..., rows[:, None], columns], out_shardings=sharding)(grid)
+
+
+def _shape_in_granule(shape: tuple[int, ...], old: Granule | None, new: Granule | None) -> tuple[int, ...]:
+    """Returns the shape of a grid for rectangles that divide its own."""
+    if old is None or new is None:
+        return shape
+    *leading, rows, columns = shape
+    return (*leading, rows * old[0] // new[0], columns * old[1] // new[1])
 
 
 def _of_all_layers(piece: Piece, num_layers: int) -> Piece:

@@ -7,6 +7,7 @@ rectangles of it. KV heads are repeated, query heads split and dimensions padded
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ def model_layout(config: ModelConfig, num_shards: int, *, expert_parallel: bool 
             num_experts=config.experts.num_experts,
             mlp_dim=config.experts.mlp_dim,
             is_by_expert=expert_parallel,
-            mlp_unit=1 if config.quantization is None else config.quantization.scale.block[0],
+            mlp_unit=1 if config.quantization is None else config.quantization.expert_unit,
         )
     elif expert_parallel:
         raise ValueError(f"expert_parallel is set, but a {config.model_type} model has no experts. Leave it out.")
@@ -201,19 +202,29 @@ def stored_name(part: str, key: str) -> str:
     return part if key == part else f"{part}.{key}"
 
 
-def moved_pieces(config: ModelConfig, old: ShardLayout, new: ShardLayout) -> dict[str, list[Piece]]:
+def moved_pieces(
+    config: ModelConfig, old: ShardLayout, new: ShardLayout, *, is_common: bool = False
+) -> dict[str, list[Piece]]:
     """Returns the pieces that convert each parameter from one layout to another; for stacked parameters, of one layer.
 
     The pieces refer to the same parameter in the old layout and have no tensor name. Regions without a piece are
-    padding. Grids of scales have the new layout's granules (see `grids.regrid_indices`).
+    padding. Grids of scales have the new layout's granules (see `grids.regrid_indices`), or with `is_common` those that
+    divide both layouts' (`common_granule`), for old grids that begin anywhere in the matrix.
     """
-    moved = parameters_in(config, new)
+    before, moved = parameters_in(config, old), parameters_in(config, new)
 
     def pieces(array: StoredArray) -> list[Piece]:
-        stored = StoredParameter(array.matrix_shape, config.head_dim)
-        return moved[array.parameter].in_granules(tensors_of(config, array).moved_pieces(stored, old, new))
+        stored, target = StoredParameter(array.matrix_shape, config.head_dim), moved[array.parameter]
+        if is_common:
+            target = target._replace(granule=common_granule(before[array.parameter].granule, target.granule))
+        return target.in_granules(tensors_of(config, array).moved_pieces(stored, old, new))
 
     return {name: pieces(array) for name, array in single_device_arrays(config).items()}
+
+
+def common_granule(one: Granule | None, other: Granule | None) -> Granule | None:
+    """Returns the largest granule that divides both; None if there is none, as for what is no part of a matrix."""
+    return None if one is None or other is None else (math.gcd(one[0], other[0]), math.gcd(one[1], other[1]))
 
 
 def stored_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:

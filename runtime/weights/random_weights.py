@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.kernels.linear.formats import DATA, SCALE
+from meshserve.kernels.linear.formats import DATA
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
@@ -47,8 +47,7 @@ def _maker(path: tuple[str, ...], weight: nnx.Variable, config: ModelConfig) -> 
         return _numbers
     format = weight.get_metadata().get("format")
     if format is not None:
-        value = format.typical[path[-1]]
-        return partial(_constant, value=_STANDARD_DEVIATION * value if path[-1] == SCALE else value)
+        return partial(_constant, value=format.typical_grid(path[-1], _STANDARD_DEVIATION))
     has_experts = path[-1] == "embedding" and config.experts is not None
     return partial(_normal, deviation=_EMBEDDING_DEVIATION_WITH_EXPERTS if has_experts else _STANDARD_DEVIATION)
 

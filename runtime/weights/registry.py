@@ -94,7 +94,9 @@ class Architecture:
         parameters = frozenset(
             f"layers.{key}"
             for key, modules in self.projection_modules(config).items()
-            if not any(map(quantization.skips, modules))
+            if all(
+                quantization.of_module(module) is quantization and not quantization.skips(module) for module in modules
+            )
         )
         return dataclasses.replace(config, quantization=dataclasses.replace(quantization, parameters=parameters))
 
@@ -117,16 +119,14 @@ class Architecture:
 def _check_experts(config: ModelConfig, quantization: Quantization) -> None:
     """Raises UnsupportedModelError if a model with experts has quantized weights that are not implemented for it."""
     assert config.experts is not None
-    from meshserve.kernels.experts import FORMATS  # not at module level: importing jax takes seconds
-
     rows, columns = quantization.scale.block
     sizes = config.embed_dim, config.experts.mlp_dim
-    if quantization.format not in FORMATS or rows == 1:
+    if not columns:
         raise UnsupportedModelError(
-            f"the weights are {quantization.name}; a model with experts may have fp8-block-128x128 weights, or none "
-            "that are quantized."
+            f"the weights are {quantization.name}; those of a model with experts may have scales for blocks, such as "
+            "fp8-block-128x128, or for groups of columns."
         )
-    if any(size > rows and size % rows for size in sizes) or rows != columns:
+    if rows > 1 and (any(size > rows and size % rows for size in sizes) or rows != columns):
         raise UnsupportedModelError(
             f"hidden_size and moe_intermediate_size are {sizes[0]} and {sizes[1]}; with {quantization.name} weights, "
             f"multiples of {rows} are needed."
@@ -221,7 +221,11 @@ def _made(scheme: str, config: ModelConfig) -> Quantization:
 
     if scheme not in SCHEMES:
         raise ConfigError(f"quantize is {scheme!r}; allowed are {', '.join(SCHEMES)}.")
-    columns = config.embed_dim, config.num_query_heads * config.head_dim, config.mlp_dim
+    columns = [config.embed_dim, config.num_query_heads * config.head_dim]
+    if config.experts is not None:
+        columns.append(config.experts.mlp_dim)
+    if len(config.stacks) > 1 or config.experts is None:  # some layers, or all, have no experts
+        columns.append(config.mlp_dim)
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     try:
         return made_quantization(scheme, columns, dtype)

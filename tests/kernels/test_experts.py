@@ -1,5 +1,6 @@
 """Tests the implementations of the experts: the reference against float64, the others against the reference."""
 
+import dataclasses
 import functools
 
 import jax
@@ -33,9 +34,15 @@ def compiled(name: str, num_experts: int):
     return jax.jit(functools.partial(experts.implementation(name), num_experts=num_experts))
 
 
-@pytest.mark.parametrize("name", ["reference", "xla", "tpu_interpreted"])
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_every_case_is_the_float64_computation(case, name):
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *((name, case) for name in ("reference", "xla", "tpu_interpreted") for case in cases.CASES),
+        *((name, case) for name in ("reference", "xla") for case in cases.PACKED_CASES),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_every_case_is_the_float64_computation(name, case):
     """The layer is traced, as in a loop."""
     inputs = cases.make_inputs(case, seed=1)
     found = compiled(name, case.num_experts)(inputs.x, inputs.weights, inputs.routing, layer=jnp.int32(1))
@@ -58,6 +65,26 @@ def test_the_loop_ends_with_the_last_tile_that_has_tokens():
         found = compiled(name, 64)(inputs.x, spoiled, inputs.routing, layer=0)
         assert_has_values(found)
         np.testing.assert_allclose(found, naive(inputs, 0), atol=1e-4)
+
+
+def test_experts_stay_packed_but_for_one_at_a_time():
+    """Beside its arguments, a step has room for the float32 numbers of one or two experts, and not for those of all."""
+    case = cases.Case(name="memory", num_tokens=4, num_experts=64, num_chosen=2, mlp=256, packed="int4", group=128)
+    inputs = cases.make_inputs(case, seed=4)
+    lowered = compiled("xla", 64).lower(inputs.x, inputs.weights, inputs.routing, layer=jnp.int32(1))
+    found = lowered.compile().memory_analysis().temp_size_in_bytes
+    expert_bytes = 4 * 3 * case.mlp * case.embed
+    assert 0 < found < 6 * expert_bytes < 64 * expert_bytes
+
+
+@pytest.mark.parametrize("case", cases.PACKED_CASES, ids=lambda case: case.name)
+def test_kernels_say_that_they_do_not_take_packed_experts(case):
+    inputs = cases.make_inputs(dataclasses.replace(case, dtype="bfloat16"), seed=5)
+    shapes = experts.ExpertShapes(weights=inputs.weights, dtype=jnp.dtype("bfloat16"))
+    for implementation in (sm90.IMPLEMENTATION, tpu.IMPLEMENTATION):
+        reason = implementation.unsupported_shapes(shapes)
+        assert reason is not None and f"the experts are {inputs.weights.down.format.name}" in reason
+    assert experts.IMPLEMENTATIONS["xla"].unsupported_shapes(shapes) is None
 
 
 @pytest.mark.parametrize("skew", [0.0, 3.0])

@@ -38,6 +38,10 @@ class Format(ABC):
         """Returns data [..., K / packed] from numbers as `unpack` returns them."""
         return numbers
 
+    def typical_grid(self, part: str, deviation: float) -> float:
+        """Returns the value of a grid with which elements of random data have about this standard deviation."""
+        return deviation * self.typical[part] if part == SCALE else self.typical[part]
+
     @abstractmethod
     def elements(self, numbers: Array, grids: Mapping[str, Array]) -> Array:
         """Returns the elements of a matrix.

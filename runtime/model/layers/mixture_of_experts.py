@@ -28,7 +28,9 @@ class MixtureOfExperts(nnx.Module):
         rows, mlp_dim, embed_dim = self.layout.num_rows, self.layout.block_mlp_dim, config.embed_dim
         self.router = declare((self.config.num_experts, embed_dim), (None, None))
         self.gate_up = declare.matrix("experts.gate_up", (rows, 2, mlp_dim, embed_dim), ("experts", None, None, None))
-        self.down = declare.matrix("experts.down", (rows, embed_dim, mlp_dim), ("experts", None, None))
+        self.down = declare.matrix(
+            "experts.down", (rows, embed_dim, mlp_dim), ("experts", None, None), is_slice=mlp_dim < self.layout.mlp_dim
+        )
 
     def __call__(self, x: jax.Array, index: int | jax.Array, context: MLPContext) -> jax.Array:
         """Applies the experts of the stack's layer `index` to x [T, D]; returns the all-reduced output [T, D]."""

@@ -13,6 +13,7 @@ from meshserve.runtime.plan.tp_choice import roofline_of
 from meshserve.runtime.resolve.expert_load import expert_load
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import named_model, weight_bytes
+from tests.runtime.plan.test_memory_plan import plan
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,26 @@ def test_the_report_names_the_split():
     assert "by expert, 16 each" in text and "3.35 B" in text
     assert {item.name for item in report.tp_sizes} == {"1", "2", "2 by expert", "4", "4 by expert", "8", "8 by expert"}
     assert report.best is not None and report.best.flags == f"--tp {report.best.tp}"
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("int4", 4 + 16 / 128)])
+def test_4_bits_of_30b_a3b_and_20_000_tokens_fit_22_gb(scheme, bits, capsys):
+    """Which is less than a card of 24 GB gives. Embedding, head, router and norms have 16 bits."""
+    found = plan(capsys, "--model=qwen3-30b-a3b", f"--quantize={scheme}", "--target=l4:1")
+    assert found["limit_bytes"] < 22e9
+    assert found["served_pages"] * found["page_size"] >= 20_000
+    embed, mlp, layers, experts, heads = 2048, 768, 48, 128, 32 + 2 * 4
+    quantized = layers * (embed * 128 * (heads + 32) + 3 * experts * embed * mlp)
+    plain = 2 * 151_936 * embed + layers * (experts * embed + 2 * embed + 2 * 128) + embed
+    assert found["weight_bytes"] == pytest.approx(quantized * bits / 8 + 2 * plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["int4"])
+def test_each_split_of_4_bit_experts_has_its_share(scheme, capsys):
+    """Split by tensor, a device has scales for parts of groups, which are a few more."""
+    flags = ("--model=qwen3-30b-a3b", f"--quantize={scheme}", "--target=h100:4")
+    whole = plan(capsys, "--model=qwen3-30b-a3b", f"--quantize={scheme}", "--target=h100:1")["weight_bytes"]
+    by_tensor, by_expert = (
+        plan(capsys, *flags, "--tp=4", *more)["weight_bytes"] for more in ((), ("--expert-parallel",))
+    )
+    assert whole / 4 < by_expert <= by_tensor < 1.03 * whole / 4
