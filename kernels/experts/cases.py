@@ -66,6 +66,9 @@ PACKED_CASES = (
     Case(name="int4-32-one-token", num_tokens=1, mlp=96, packed="int4", group=32),
     Case(name="int4-block", num_tokens=40, first_expert=4, block_experts=4, packed="int4-zero", group=128),
     Case(name="int4-bfloat16", num_tokens=48, packed="int4", group=128, dtype="bfloat16"),
+    Case(name="nvfp4", num_tokens=33, mlp=96, padding=3, packed="nvfp4", group=16),
+    Case(name="nvfp4-block", num_tokens=5, packed="nvfp4", group=16, first_expert=4, block_experts=4),
+    Case(name="mxfp4", num_tokens=70, mlp=192, skew=1.0, packed="mxfp4", group=32),
 )
 
 

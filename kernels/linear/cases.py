@@ -11,12 +11,17 @@ from .formats import (
     FP8,
     FP8_MAX,
     INT4,
+    MXFP4,
+    NVFP4,
     SCALE,
     SYMMETRIC_ZERO,
+    TENSOR_SCALE,
     ZERO,
     Format,
 )
 from .matrix import Matrix, QuantizedMatrix
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by the three low bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +29,7 @@ class Case:
     """A product of `tokens` activations with a matrix of `rows` x `columns`, whose scales cover `block` elements."""
 
     name: str
-    kind: str  # "plain", "fp8", "int4", or "int4-zero" (with zero points)
+    kind: str  # "plain", "fp8", "int4", "int4-zero" (with zero points), or another of `PACKED`
     scale_dtype: str = "float32"
     block: tuple[int, int] = (1, 1)
     tokens: int = 5
@@ -38,6 +43,8 @@ class Case:
 PACKED: Mapping[str, tuple[Format, Mapping[str, str]]] = {
     "int4": (INT4, {SCALE: "bfloat16"}),
     "int4-zero": (INT4, {SCALE: "float16", ZERO: "uint8"}),
+    "nvfp4": (NVFP4, {SCALE: "float8_e4m3fn", TENSOR_SCALE: "float32"}),
+    "mxfp4": (MXFP4, {SCALE: "uint8"}),
 }
 
 CASES = (
@@ -53,6 +60,10 @@ CASES = (
     Case(name="int4-64-zero", kind="int4-zero", block=(1, 64)),
     Case(name="int4-128-zero-bfloat16", kind="int4-zero", block=(1, 128), leading=(2,), dtype="bfloat16"),
     Case(name="int4-cut", kind="int4", block=(1, 2), columns=38, rows=6),
+    Case(name="nvfp4", kind="nvfp4", block=(1, 16)),
+    Case(name="nvfp4-bfloat16", kind="nvfp4", block=(1, 16), leading=(2,), dtype="bfloat16"),
+    Case(name="mxfp4", kind="mxfp4", block=(1, 32), leading=(3,), rows=96),
+    Case(name="mxfp4-cut", kind="mxfp4", block=(1, 16), columns=48, rows=6),
 )
 
 # For a GPU's FP8 tensor cores: each layout of scales, row counts of shards, padding, and sums over many columns.
@@ -102,6 +113,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     if case.kind == "fp8":
         data = np.clip(rng.standard_normal(shape) * 100, -FP8_MAX, FP8_MAX).astype(np.float32).astype(FP8)
         return Inputs(x, QuantizedMatrix(E4M3, jnp.asarray(data), {SCALE: scale}))
+    if not case.kind.startswith("int4"):
+        return Inputs(x, random_groups(rng, case.kind, shape, case.block[1]))
     data = rng.integers(0, 256, (*shape[:-1], case.columns // 2), np.uint8)
     grids = {SCALE: scale}
     if case.kind == "int4-zero":
@@ -123,10 +136,13 @@ def random_groups(rng: np.random.Generator, kind: str, shape: tuple[int, ...], c
     data = rng.integers(0, 256, (*leading, rows, num_columns // format.packed), np.uint8)
     grids = {}
     for part, dtype in dtypes.items():
-        grid = (*leading, rows, num_columns // columns)
+        grid = (*leading, rows, num_columns // columns) if part in (SCALE, ZERO) else (*leading, 1, 1)
         typical = format.typical_grid(part, num_columns**-0.5)
+        values: np.ndarray
         if part == ZERO:
             values = rng.integers(0, 16, grid)
+        elif jnp.dtype(dtype) == jnp.uint8:  # exponents
+            values = rng.integers(round(typical) - 1, round(typical) + 2, grid)
         else:
             values = typical * 2.0 ** rng.uniform(-1, 1, grid)
         grids[part] = jnp.asarray(values, dtype)
@@ -139,11 +155,17 @@ def exact_matrix(weight: Matrix) -> np.ndarray:
         return np.asarray(weight).astype(np.float64)
     data, scale = np.asarray(weight.data), np.asarray(weight.scale).astype(np.float64)
     rows, columns = weight.block
+    if weight.format == NVFP4:  # the scale is rounded to float32 once it has been multiplied
+        scale = (scale * np.asarray(weight.grids[TENSOR_SCALE])).astype(np.float32).astype(np.float64)
+    if weight.format == MXFP4:
+        scale = 2.0 ** (scale - 127)
     scale = np.repeat(np.repeat(scale, rows, axis=-2), columns, axis=-1)
     if weight.format == E4M3:
         return data.astype(np.float64) * scale
     values = np.empty(weight.shape)
     values[..., 0::2], values[..., 1::2] = data % 16, data // 16
+    if weight.format in (NVFP4, MXFP4):
+        return np.where(values < 8, 1, -1) * _E2M1[values.astype(int) % 8] * scale
     if weight.zero is None:
         return (values - SYMMETRIC_ZERO) * scale
     zero = np.repeat(np.repeat(np.asarray(weight.zero).astype(np.float64), rows, axis=-2), columns, axis=-1)

@@ -21,7 +21,7 @@ class QuantizedMatrix:
 
     @property
     def scale(self) -> jax.Array:
-        """The scales, of any float dtype."""
+        """The scales, of any float dtype, or their exponents, if the format has such."""
         return self.grids[SCALE]
 
     @property

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..weights.formats.stored_matrix import StoredMatrix
 
 NOT_QUANTIZED = "none"
-SCHEMES = ("fp8-block", "fp8-channel", "int4")  # that `--quantize` makes
+SCHEMES = ("fp8-block", "fp8-channel", "int4", "nvfp4", "mxfp4")  # that `--quantize` makes
 _EXPRESSION = "re:"  # begins a regular expression in a list of modules
 _LEAST_EXPERT_COLUMNS = 32  # of an expert's shard that share a scale, unless a group has fewer
 
@@ -37,6 +37,9 @@ class Quantization:
     format: "Format"
     grids: tuple[Grid, ...]  # the first has the scales
     skipped: tuple[str, ...] = ()  # modules that files do not quantize; "re:" begins a regular expression
+    listed: frozenset[str] | None = None  # the only modules that files quantize, if they are listed
+    # Modules that files quantize otherwise, by how, which are dequantized while they are loaded.
+    others: "tuple[tuple[frozenset[str], Quantization], ...]" = ()
     parameters: frozenset[str] = frozenset()  # the model's parameters that stay quantized on the devices
     dequantized: frozenset[str] = frozenset()  # those that would, but for `--dequantize`
     has_kv_scales: bool = False  # files hold scales for an FP8 KV cache
@@ -66,8 +69,14 @@ class Quantization:
         rows, columns = self.scale.block
         return rows if rows > 1 or not columns else min(columns, _LEAST_EXPERT_COLUMNS)
 
+    def of_module(self, module: str) -> "Quantization":
+        """Returns how files quantize a module that they do not skip."""
+        return next((other for modules, other in self.others if module in modules), self)
+
     def skips(self, module: str) -> bool:
         """Returns whether files leave a module, given by its path, unquantized: it or a part around it is listed."""
+        if self.listed is not None and module not in self.listed:
+            return True
         names = module.split(".")
         for place, name in enumerate(names):
             for length, paths in self._skipped_paths.get(name, {}).items():

@@ -18,7 +18,7 @@ class EngineOptions(TypedDict, total=False):
     strict_config: bool
     generation_config: Literal["auto", "off"]
     kv_dtype: Literal["auto", "fp8"]
-    quantize: Literal["none", "fp8-block", "fp8-channel", "int4"]
+    quantize: Literal["none", "fp8-block", "fp8-channel", "int4", "nvfp4", "mxfp4"]
     dequantize: Literal["auto", "always", "never"]
     fp8_head: bool
     random_weights: bool

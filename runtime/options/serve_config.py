@@ -124,7 +124,7 @@ class ServeConfig:
         "none",
         _MODEL,
         "quantize the weights of an unquantized model while they are loaded: fp8-block (128 x 128 weights share a "
-        "scale), fp8-channel (rows), or int4 (groups of 128)",
+        "scale), fp8-channel (rows), int4 (groups of 128), or 4-bit floats: nvfp4 (groups of 16) or mxfp4 (of 32)",
         choices=("none", *SCHEMES),
     )
     dequantize: str = option(

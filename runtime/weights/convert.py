@@ -31,6 +31,7 @@ from meshserve.sharding.mesh import use_cpu_devices
 
 from ..api.errors import ConfigError
 from ..api.versions import installed_version
+from ..model_files.config_file import read_config_file
 from ..model_files.model_config import ModelConfig
 from ..model_files.quantization import NOT_QUANTIZED, Quantization
 from .formats.published import with_skipped
@@ -222,7 +223,9 @@ def _stored_quantization(quantization: Quantization, source: epath.Path) -> dict
     given = read_model(path).quantization
     assert given is not None
     found = [module for module in quantization.skipped if module not in given.skipped]
-    raw = json.loads(path.read_text())["quantization_config"]
+    raw = read_config_file(path)["quantization_config"]
+    if given.has_kv_scales and not quantization.has_kv_scales:  # the files hold none
+        raw = {key: value for key, value in raw.items() if key != "kv_cache_scheme"}
     return with_skipped(raw, found) if found else raw
 
 

@@ -23,6 +23,8 @@ from .orbax_layout import (
 from .registry import architecture_of
 from .weight_map import StoredParameter
 
+_KV_SCALE = "attention.kv_scale"  # in the weight maps
+
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of every tensor that the model needs, as if no matrix were quantized."""
@@ -46,7 +48,9 @@ def quantized_matrices(config: ModelConfig) -> dict[str, StoredMatrix]:
         module = name.removesuffix(".weight")
         if module in modules and not quantization.skips(module):
             rows, columns = shape
-            found[name] = quantization.layout(module, rows, columns, quantization)
+            own = quantization.of_module(module)
+            assert own.layout is not None
+            found[name] = own.layout(module, rows, columns, own)
     return found
 
 
@@ -84,8 +88,17 @@ def dequantized_tensors(config: ModelConfig) -> list[str]:
 def tensors_to_ignore(config: ModelConfig) -> frozenset[str]:
     """Returns the names of tensors that a checkpoint may contain but the model does not need."""
     tied = frozenset(architecture_of(config).weight_map.tied_head if config.is_tied else ())
-    order = frozenset(f"{matrix.module}.g_idx" for matrix in quantized_matrices(config).values())
-    return tied | order
+    scales = frozenset() if config.quantization is None or config.quantization.has_kv_scales else kv_scales(config)
+    return tied.union(scales, *(matrix.unused() for matrix in quantized_matrices(config).values()))
+
+
+def kv_scales(config: ModelConfig) -> frozenset[str]:
+    """Returns the names of the scales of an FP8 cache that a checkpoint may contain."""
+    weight_map = architecture_of(config).weight_map
+    names = weight_map.layers[_KV_SCALE].all_names
+    return frozenset(
+        weight_map.layer_prefix.format(layer) + name for layer in range(config.num_layers) for name in names
+    )
 
 
 def hf_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:

@@ -31,6 +31,7 @@ from .hf_layout import (
     checkpoint_tensors,
     dequantized_tensors,
     hf_pieces,
+    kv_scales,
     partly_quantized,
     quantized_matrices,
     tensors_to_ignore,
@@ -92,7 +93,16 @@ def _corrected(config: ModelConfig, weights: epath.PathLike | None) -> ModelConf
     if not config.is_tied and not is_published:
         return config
     files = _tensor_files(weights, config)
-    return _with_stored_modules(_with_stored_head(config, files), files)
+    return _with_stored_scales(_with_stored_modules(_with_stored_head(config, files), files), files)
+
+
+def _with_stored_scales(config: ModelConfig, files: TensorFiles) -> ModelConfig:
+    """Leaves out the scales of an FP8 cache if the files hold none."""
+    quantization = config.quantization
+    if quantization is None or not quantization.has_kv_scales or any(map(files.__contains__, kv_scales(config))):
+        return config
+    _log.warning("quantization_config has a kv_cache_scheme, but the weights hold no k_scale or v_scale: none are used")
+    return dataclasses.replace(config, quantization=dataclasses.replace(quantization, has_kv_scales=False))
 
 
 def _with_stored_modules(config: ModelConfig, files: TensorFiles) -> ModelConfig:
@@ -134,6 +144,10 @@ def _tensor_files(directory: epath.PathLike, config: ModelConfig) -> TensorFiles
     prefix, _, bare = table.partition(".")
     if table not in files and bare in files:
         files.add_prefix(f"{prefix}.")
+    for layer, (alias, name) in itertools.product(range(config.num_layers), weight_map.aliases.items()):
+        prefix = weight_map.layer_prefix.format(layer)
+        if prefix + alias in files and prefix + name not in files:
+            files.rename(prefix + alias, prefix + name)
     for layer, (fused, modules) in itertools.product(range(config.num_layers), weight_map.fused.items()):
         for ending in ("", "_scale_inv"):  # numbers, and scales of official FP8 blocks
             tensor = weight_map.layer_prefix.format(layer) + fused + ending

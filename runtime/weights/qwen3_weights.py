@@ -23,5 +23,6 @@ WEIGHT_MAP = WeightMap(
     },
     layer_prefix="model.layers.{}.",
     projections=frozenset({"attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"}),
+    aliases={"self_attn.k_proj.k_scale": "self_attn.k_scale", "self_attn.v_proj.v_scale": "self_attn.v_scale"},
     tied_head={"lm_head.weight": "model.embed_tokens.weight"},
 )

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import ConfigError, UnsupportedModelError
-from ..model_files.model_config import ModelConfig, read_json
+from ..model_files.config_file import read_config_file
+from ..model_files.model_config import ModelConfig
 from ..model_files.number_bounds import shown
 from ..model_files.quantization import NOT_QUANTIZED, SCHEMES, Quantization
 
@@ -234,14 +235,14 @@ def _made(scheme: str, config: ModelConfig) -> Quantization:
 
 
 def read_model(path: Path, quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False) -> ModelConfig:
-    """Reads config.json. `quantize` and `fp8_head` are as in `ServeConfig`.
+    """Reads config.json (see `read_config_file`). `quantize` and `fp8_head` are as in `ServeConfig`.
 
     Raises:
       UnsupportedModelError: The file is missing, or its architecture or an option is not implemented.
       ConfigError: The model cannot be quantized in this scheme, or already is.
     """
     try:
-        return model_config(read_json(path), quantize, fp8_head=fp8_head)
+        return model_config(read_config_file(path), quantize, fp8_head=fp8_head)
     except FileNotFoundError:
         raise UnsupportedModelError(f"{path} does not exist. --model takes a Hugging Face model directory.") from None
 

@@ -201,6 +201,8 @@ class WeightMap:
     layer_prefix: str  # with {} for the layer index
     projections: frozenset[str]  # keys of `layers`: the matrices that a checkpoint may quantize
     tied_head: Mapping[str, str]  # tensor that a checkpoint with tied embeddings may repeat -> the one it repeats
+    # Names that some writers give to tensors of a layer -> those of this map.
+    aliases: Mapping[str, str] = field(default_factory=dict)
     # Tensors [E, rows, columns] in which some writers store the matrices of all experts -> the modules that share its
     # rows, with {} for the expert; all per layer.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

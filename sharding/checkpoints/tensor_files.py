@@ -30,6 +30,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(np.uint8),  # the exponents of powers of two, as bytes
     "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
@@ -133,6 +134,11 @@ class TensorFiles:
     def add_prefix(self, prefix: str) -> None:
         """Makes the names of all tensors begin with `prefix`."""
         self._tensors = {prefix + name: tensor for name, tensor in self._tensors.items()}
+
+    def rename(self, tensor: str, name: str) -> None:
+        """Gives a tensor another name. A scalar becomes an array of one element."""
+        stored = self._tensors.pop(tensor)
+        self._tensors[name] = replace(stored, shape=stored.shape or (1,))
 
     def divide(self, tensor: str, parts: Sequence[Sequence[str]]) -> None:
         """Replaces a tensor [E, R, C] by matrices of equal size, which lie in it one after another.

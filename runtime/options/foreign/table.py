@@ -113,10 +113,11 @@ TABLE: tuple[ForeignOption, ...] = (
         "quantization", short=("-q",), servers=BOTH,
         to=refused(
             "the checkpoint says how it is quantized; weights of an unquantized one are by --quantize fp8-block, "
-            "fp8-channel or int4"
+            "fp8-channel, int4, nvfp4 or mxfp4"
         ),
         fp8=sets(quantize="fp8-block"), none=ANYWAY, awq=_WRITTEN, awq_marlin=_WRITTEN, gptq=_WRITTEN,
-        gptq_marlin=_WRITTEN, w8a8_fp8=_WRITTEN, values={"compressed-tensors": _WRITTEN},
+        gptq_marlin=_WRITTEN, w8a8_fp8=_WRITTEN, modelopt=_WRITTEN, modelopt_fp4=_WRITTEN,
+        values={"compressed-tensors": _WRITTEN},
     ),
     _one(
         "kv_cache_dtype", servers=BOTH, to=refused("the KV cache has the type of --dtype, or FP8 E4M3: --kv-dtype fp8"),

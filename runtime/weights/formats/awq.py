@@ -24,6 +24,10 @@ class TransposedMatrix(StoredMatrix):
         """See `StoredMatrix`."""
         return {name: FLOATS if name.endswith(".scales") else ("I32",) for name in self.tensors()}
 
+    def unused(self) -> tuple[str, ...]:
+        """See `StoredMatrix`. The order of columns, which `open` of a layout checks."""
+        return (f"{self.module}.g_idx",)
+
     def data_blocks(self) -> Iterator[Region]:
         """See `StoredMatrix`."""
         step = max(1, _BLOCK_NUMBERS // self.rows // 8) * 8

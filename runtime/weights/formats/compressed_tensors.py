@@ -1,19 +1,25 @@
-"""Checkpoints of compressed-tensors: 8-bit floats with a scale for each row or block, or packed 4-bit integers."""
+"""Checkpoints of compressed-tensors: 8-bit floats with a scale for each row or block, or packed 4-bit numbers."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from meshserve.kernels.linear.formats import E4M3, INT4, SCALE, ZERO
+from meshserve.kernels.linear.formats import E4M3, INT4, MXFP4, NVFP4, SCALE, ZERO
 from meshserve.sharding.checkpoints.tensor_files import FLOATS, TensorFiles
 
 from ...model_files.quantization import Grid, Quantization, grouped
+from . import mxfp4, nvfp4
 from .config_options import INT4_GROUPS, Options
 from .stored_matrix import StoredMatrix, numbers_of
 
 _BLOCK = (128, 128)
 _DTYPES = ("scale_dtype", "zp_dtype")  # the files tell them
+_FP4: Mapping[str, Callable[[Options], Quantization]] = {
+    "nvfp4-pack-quantized": nvfp4.read_packed,
+    "mxfp4-pack-quantized": mxfp4.read_packed,
+}
 
 
 class FloatQuantized(StoredMatrix):
@@ -81,7 +87,7 @@ class PackQuantized(StoredMatrix):
 
 def read(options: Options, dtype: str) -> Quantization:
     """Reads a `quantization_config`. Scales of integers have the model's dtype."""
-    kind = options.one_of("format", ("float-quantized", "pack-quantized"))
+    kind = options.one_of("format", ("float-quantized", "pack-quantized", *_FP4))
     options.any("version")
     options.one_of("transform_config", ({},), {})
     if options.any("sparsity_config", {}):
@@ -94,9 +100,11 @@ def read(options: Options, dtype: str) -> Quantization:
     weights.one_of("dynamic", (False,), False)
     for key in _DTYPES:
         weights.any(key)
-    common = {"skipped": options.modules("ignore"), "has_kv_scales": _has_kv_scales(options)}
+    common: dict[str, Any] = {"skipped": options.modules("ignore"), "has_kv_scales": _has_kv_scales(options)}
     if kind == "float-quantized":
         quantization = _float_quantized(group, weights, common)
+    elif kind in _FP4:
+        quantization = dataclasses.replace(_fp4(group, weights, _FP4[kind]), **common)
     else:
         quantization = _pack_quantized(group, weights, common, dtype)
     weights.finish()
@@ -136,6 +144,17 @@ def _pack_quantized(group: Options, weights: Options, common: dict[str, Any], dt
     )
 
 
+def _fp4(group: Options, weights: Options, read: Callable[[Options], Quantization]) -> Quantization:
+    """Reads weights of 4-bit floats. Activations keep their precision, whatever they were calibrated for."""
+    weights.one_of("type", ("float",))
+    weights.one_of("num_bits", (4,))
+    weights.one_of("symmetric", (True,), True)
+    weights.one_of("actorder", (None, "weight", "static"))
+    weights.one_of("block_structure", (None,))
+    group.any("input_activations")
+    return read(weights)
+
+
 def _has_kv_scales(options: Options) -> bool:
     if options.any("kv_cache_scheme") is None:
         return False
@@ -163,6 +182,10 @@ def written(quantization: Quantization) -> dict[str, Any]:
     """Returns the `quantization_config` that `read` reads as this quantization, which is symmetric."""
     kind, activations = "pack-quantized", None
     weights: dict[str, Any] = {"type": "int", "num_bits": 4, "strategy": "group"}
+    if quantization.format in (NVFP4, MXFP4):
+        kind = f"{quantization.format.name}-pack-quantized"
+        strategy = "tensor_group" if quantization.format == NVFP4 else "group"
+        weights = {"type": "float", "num_bits": 4, "strategy": strategy}
     if quantization.format == E4M3:
         kind, weights = "float-quantized", {"type": "float", "num_bits": 8, "strategy": "channel"}
         activations = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}

@@ -59,6 +59,10 @@ class Options:
         value = self._values.get(key)
         return default if value is None else value
 
+    def leave(self, key: str) -> None:
+        """Has `finish` note an option, although it has been read."""
+        self._read.discard(key)
+
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
         """Returns a value that must be among those allowed. A missing one has the default, if that is allowed."""
         value = self.any(key, default)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...model_files.quantization import Quantization
-from . import auto_round, awq, compressed_tensors, gptq, official_fp8
+from . import auto_round, awq, compressed_tensors, gptq, modelopt, official_fp8
 from .config_options import Options
 
 
@@ -24,6 +24,7 @@ METHODS: Mapping[str, Method] = {  # by `quant_method`
     "awq": Method(awq.read),
     "gptq": Method(gptq.read),
     "auto-round": Method(auto_round.read),
+    "modelopt": Method(modelopt.read, skipped="ignore"),
 }
 
 

@@ -50,6 +50,10 @@ class StoredMatrix(ABC):
     def dtypes(self) -> Mapping[str, tuple[str, ...]]:
         """Returns the dtypes that each tensor may have, as safetensors files name them."""
 
+    def unused(self) -> tuple[str, ...]:
+        """Returns the names of tensors of the module that files may have, and that are not loaded."""
+        return ()
+
     @property
     def whole(self) -> str | None:
         """The tensor that holds exactly the data, if there is one."""

@@ -87,7 +87,7 @@ def test_the_report_names_the_split():
     assert report.best is not None and report.best.flags == f"--tp {report.best.tp}"
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("int4", 4 + 16 / 128)])
+@pytest.mark.parametrize(("scheme", "bits"), [("int4", 4 + 16 / 128), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32)])
 def test_4_bits_of_30b_a3b_and_20_000_tokens_fit_22_gb(scheme, bits, capsys):
     """Which is less than a card of 24 GB gives. Embedding, head, router and norms have 16 bits."""
     found = plan(capsys, "--model=qwen3-30b-a3b", f"--quantize={scheme}", "--target=l4:1")
@@ -99,7 +99,7 @@ def test_4_bits_of_30b_a3b_and_20_000_tokens_fit_22_gb(scheme, bits, capsys):
     assert found["weight_bytes"] == pytest.approx(quantized * bits / 8 + 2 * plain, rel=1e-4)
 
 
-@pytest.mark.parametrize("scheme", ["int4"])
+@pytest.mark.parametrize("scheme", ["int4", "nvfp4", "mxfp4"])
 def test_each_split_of_4_bit_experts_has_its_share(scheme, capsys):
     """Split by tensor, a device has scales for parts of groups, which are a few more."""
     flags = ("--model=qwen3-30b-a3b", f"--quantize={scheme}", "--target=h100:4")

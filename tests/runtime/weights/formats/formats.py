@@ -4,6 +4,8 @@ The numbers are packed here as the formats are described, bit by bit, with no co
 
 * compressed-tensors: with the packing function of the package of that name.
 * AWQ (AutoAWQ, "gemm"): a word holds 8 rows of a column; from the lowest bits on rows 0, 2, 4, 6, 1, 3, 5, 7.
+* NVFP4 and MXFP4 (ModelOpt): a byte holds 2 columns of a row, the first in its low half. compressed-tensors' are packed
+  by its own function.
 * GPTQ (AutoGPTQ): a word holds 8 columns of a row, in order; a zero point is stored less 1 (version 1).
 """
 
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import save_file
 
@@ -60,7 +63,7 @@ def random_numbers(rng: np.random.Generator, rows: int, columns: int) -> torch.T
 
 
 def random_scales(rng: np.random.Generator, shape: tuple[int, ...], level: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(level * 2.0 ** rng.uniform(-1, 1, shape), dtype=dtype)
+    return torch.tensor(level * 2.0 ** rng.uniform(-1, 1, shape), dtype=torch.float64).to(dtype)
 
 
 def _exact(tensor: torch.Tensor) -> np.ndarray:
@@ -154,6 +157,66 @@ def gptq(group: int, has_zero: bool, version: int = 1, has_order: bool = True) -
     return store
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by a number's bits
+
+
+def random_fp4(rng: np.random.Generator, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns 4-bit floats [N, K], and pairs of their bits as ModelOpt stores them."""
+    codes = rng.integers(0, 16, (rows, columns), np.uint8)
+    return E2M1[codes], codes[:, 0::2] + 16 * codes[:, 1::2]
+
+
+def _of_groups(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Returns numbers times the scales of groups of columns, rounded to float32 as both definitions say."""
+    exact = numbers * np.repeat(scale, numbers.shape[1] // scale.shape[1], axis=1)
+    assert exact.dtype == np.float32
+    return exact.astype(np.float64)
+
+
+def nvfp4(rng: np.random.Generator, rows: int, columns: int) -> Stored:
+    numbers, data = random_fp4(rng, rows, columns)
+    scale = random_scales(rng, (rows, columns // 16), 2.0, torch.float8_e4m3fn)
+    tensor_scale = random_scales(rng, (), _DEVIATION / 6, torch.float32)
+    tensors = {
+        "weight": torch.tensor(data),
+        "weight_scale": scale,
+        "weight_scale_2": tensor_scale,
+        "input_scale": torch.tensor(0.3),
+    }
+    return Stored(tensors, _of_groups(numbers, scale.to(torch.float32).numpy() * tensor_scale.numpy()))
+
+
+def packed_nvfp4(rng: np.random.Generator, rows: int, columns: int) -> Stored:
+    numbers, _ = random_fp4(rng, rows, columns)
+    scale = random_scales(rng, (rows, columns // 16), 2.0, torch.float8_e4m3fn)
+    divisor = torch.tensor([2.0 ** rng.integers(6, 8)], dtype=torch.float32)  # whose inverse is not rounded
+    tensors = {
+        "weight_packed": pack_fp4_to_uint8(torch.tensor(numbers)),
+        "weight_scale": scale,
+        "weight_global_scale": divisor,
+        "input_global_scale": torch.tensor([0.3]),
+    }
+    return Stored(tensors, _of_groups(numbers, scale.to(torch.float32).numpy() / divisor.numpy()))
+
+
+def _mxfp4_scales(rng: np.random.Generator, rows: int, columns: int) -> tuple[torch.Tensor, np.ndarray]:
+    exponents = rng.integers(-8, -4, (rows, columns // 32))
+    return torch.tensor(exponents + 127, dtype=torch.uint8), 2.0 ** exponents.astype(np.float32)
+
+
+def mxfp4(rng: np.random.Generator, rows: int, columns: int) -> Stored:
+    numbers, data = random_fp4(rng, rows, columns)
+    stored, scale = _mxfp4_scales(rng, rows, columns)
+    return Stored({"weight": torch.tensor(data), "weight_scale": stored}, _of_groups(numbers, scale))
+
+
+def packed_mxfp4(rng: np.random.Generator, rows: int, columns: int) -> Stored:
+    numbers, _ = random_fp4(rng, rows, columns)
+    stored, scale = _mxfp4_scales(rng, rows, columns)
+    tensors = {"weight_packed": pack_fp4_to_uint8(torch.tensor(numbers)), "weight_scale": stored}
+    return Stored(tensors, _of_groups(numbers, scale))
+
+
 def group_config(kind: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns a `quantization_config` of compressed-tensors as llm-compressor writes it."""
     common = {"actorder": None, "block_structure": None, "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
@@ -232,6 +295,31 @@ def auto_round_config(group: int, packing: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_FP4_WEIGHTS = {"num_bits": 4, "symmetric": True, "type": "float"}
+NVFP4_PACKED_CONFIG = group_config(
+    "nvfp4-pack-quantized",
+    {**_FP4_WEIGHTS, "group_size": 16, "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
+    {**_DYNAMIC, "dynamic": "local", "num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+)
+MXFP4_PACKED_CONFIG = group_config(
+    "mxfp4-pack-quantized",
+    {**_FP4_WEIGHTS, "group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},
+    None,
+)
+
+
+def modelopt_config(algorithm: str, group: int) -> dict[str, Any]:
+    """Returns a `quantization_config` as ModelOpt writes it; for MXFP4 it writes no group."""
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
+    return {
+        "config_groups": {"group_0": {"input_activations": numbers, "weights": numbers, "targets": ["Linear"]}},
+        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+        "quant_algo": algorithm,
+        "producer": {"name": "modelopt", "version": "0.37.0"},
+        "quant_method": "modelopt",
+    }
+
+
 # name -> how a module is stored, `quantization_config`, dtype in config.json
 FORMATS: dict[str, tuple[Callable[..., Stored], dict[str, Any], str]] = {
     "fp8-block": (fp8_block, FP8_BLOCK_CONFIG, "bfloat16"),
@@ -245,6 +333,10 @@ FORMATS: dict[str, tuple[Callable[..., Stored], dict[str, Any], str]] = {
     "auto-round": (gptq(128, False), auto_round_config(128, "auto_gptq"), "bfloat16"),
     "auto-round-awq": (awq(64), auto_round_config(64, "auto_awq"), "float16"),
     "fp8-block-group": (fp8_block_of_compressed_tensors, FP8_BLOCK_GROUP_CONFIG, "bfloat16"),
+    "nvfp4": (nvfp4, modelopt_config("NVFP4", 16), "bfloat16"),
+    "nvfp4-packed": (packed_nvfp4, NVFP4_PACKED_CONFIG, "bfloat16"),
+    "mxfp4": (mxfp4, modelopt_config("mxfp4", 32), "bfloat16"),
+    "mxfp4-packed": (packed_mxfp4, MXFP4_PACKED_CONFIG, "bfloat16"),
     "gptq-v2-32": (gptq(32, True, version=2), gptq_config(32, True, version=2), "float16"),
 }
 

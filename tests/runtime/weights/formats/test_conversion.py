@@ -11,12 +11,17 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from meshserve.kernels.linear import FP8, Format
-from meshserve.kernels.linear.formats import SCALE
+from meshserve.kernels.linear.formats import SCALE, TENSOR_SCALE
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.model_files.quantization import SCHEMES, Quantization
 from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.convert import convert, verify
-from meshserve.runtime.weights.formats.quantize import head_quantization, made_quantization, quantized
+from meshserve.runtime.weights.formats.quantize import (
+    head_quantization,
+    made_quantization,
+    quantized,
+    tensor_scale,
+)
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.random_weights import random_model
@@ -55,7 +60,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def elements(format: Format, data: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    return format.elements(format.unpack(data).astype(np.float32), {SCALE: scale.astype(np.float32)})
+    grids = {SCALE: scale.astype(np.float32), TENSOR_SCALE: np.float32(1)}
+    return format.elements(format.unpack(data).astype(np.float32), grids)
 
 
 def exact_values(scheme: str) -> tuple[np.ndarray, Quantization]:
@@ -64,13 +70,17 @@ def exact_values(scheme: str) -> tuple[np.ndarray, Quantization]:
     return values, made_quantization(scheme, [256], "float32")
 
 
-@pytest.mark.parametrize(("scheme", "bound"), [("fp8-block", 0.03), ("fp8-channel", 0.03), ("int4", 0.13)])
+@pytest.mark.parametrize(
+    ("scheme", "bound"), [("fp8-block", 0.03), ("fp8-channel", 0.03), ("int4", 0.13), ("nvfp4", 0.12), ("mxfp4", 0.14)]
+)
 def test_made_weights_are_near_the_originals(scheme: str, bound: float) -> None:
     """A float with 3 bits of fraction has a relative error of at most 1/16, a 4-bit integer 1/15 of the largest."""
     values, quantization = exact_values(scheme)
     found = quantized(values, quantization)
     rows, columns = quantization.scale.block
     scale = np.repeat(np.repeat(found.scale, rows, 0)[:200], columns or 256, 1)
+    if scheme == "nvfp4":
+        scale = scale.astype(np.float32) * tensor_scale(values)
     error = elements(quantization.format, found.data, scale) - values
     assert np.linalg.norm(error) < bound * np.linalg.norm(values)
     if scheme == "fp8-block":
@@ -95,11 +105,11 @@ def test_made_when_loaded_or_converted_is_the_same(scheme: str, plain: Path, tmp
     assert verify(tmp_path / "orbax") > 0
     for tp in (1, 8):
         found = parameters(plain, tp, scheme)
-        assert found["layers.mlp.down.data"].dtype == (np.uint8 if scheme == "int4" else FP8)
+        assert found["layers.mlp.down.data"].dtype == (FP8 if scheme.startswith("fp8") else np.uint8)
         assert_same_bits(parameters(tmp_path / "orbax", tp), found)
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "packed-64-zero", "gptq"])
+@pytest.mark.parametrize("name", ["fp8-block", "packed-64-zero", "gptq", "nvfp4", "nvfp4-packed", "mxfp4"])
 def test_published_formats_are_stored_and_restored(name: str, tmp_path: Path) -> None:
     checkpoint = formats.save(tmp_path / "model", name)
     convert(checkpoint.directory, tmp_path / "orbax", devices=jax.devices("cpu"))
@@ -117,7 +127,7 @@ def test_an_unquantized_orbax_checkpoint_is_quantized_when_loaded(plain: Path, t
     assert found["layers.mlp.down.data"].tobytes() == expected["layers.mlp.down.data"].tobytes()
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "packed-64-zero", "kv-scales"])
+@pytest.mark.parametrize("name", ["fp8-block", "packed-64-zero", "kv-scales", "nvfp4", "mxfp4"])
 def test_a_change_of_tp_moves_every_part(name: str, tmp_path: Path) -> None:
     """From 1 to 8 scales are needed for smaller rectangles, from 8 to 2 for larger ones."""
     directory = tmp_path / "model"
@@ -166,8 +176,8 @@ def test_what_cannot_be_quantized_is_named(plain: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="multiples of 32; this model has 208, 256, 384. Use fp8-block"):
         read_model(tmp_path / "odd" / "config.json", "int4")
-    with pytest.raises(ConfigError, match="quantize is 'fp4'; allowed are fp8-block"):
-        read_model(plain / "config.json", "fp4")
+    with pytest.raises(ConfigError, match="quantize is 'fp5'; allowed are fp8-block"):
+        read_model(plain / "config.json", "fp5")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -178,8 +188,12 @@ def test_random_weights_are_quantized_too(scheme: str, plain: Path) -> None:
     assert {name: array.dtype for name, array in found.items()} == {
         name: array.dtype for name, array in parameters(plain, 2, scheme).items()
     }
-    scale = found["layers.mlp.gate_up.scale"].astype(np.float32)
-    data = found["layers.mlp.gate_up.data"]
     assert config.quantization is not None
-    values = elements(config.quantization.format, data, scale[0, 0, 0, 0])
-    assert 0.015 < values.std() < 0.025 and (scale == scale[0, 0, 0, 0]).all()
+    format, data = config.quantization.format, found["layers.mlp.gate_up.data"]
+    grids = {
+        grid.part: found[f"layers.mlp.gate_up.{grid.part}"].astype(np.float32) for grid in config.quantization.grids
+    }
+    values = format.elements(
+        format.unpack(data).astype(np.float32), {part: grid[0, 0, 0, 0] for part, grid in grids.items()}
+    )
+    assert 0.015 < values.std() < 0.025 and all((grid == grid[0, 0, 0, 0]).all() for grid in grids.values())

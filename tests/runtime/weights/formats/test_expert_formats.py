@@ -31,7 +31,7 @@ PROMPT_LENGTHS = (1, 7, 33)
 # An expert of 256 rows: split by tensor over 8, slices of 32 are parts of a group, and blocks of FP8 are not cut.
 SIZES = {**checkpoints.TINY_EXPERTS, "moe_intermediate_size": 256, "hidden_size": 128, "num_hidden_layers": 2}
 NAMES = ("fp8-block", "packed-32", "packed-64-zero", "packed-128", "awq", "gptq", "gptq-zero", "gptq-v2-32",
-         "auto-round", "auto-round-awq")  # fmt: skip
+         "auto-round", "auto-round-awq", "nvfp4", "nvfp4-packed", "mxfp4", "mxfp4-packed")  # fmt: skip
 SPLITS = ((1, False), (2, False), (4, False), (8, False), (2, True), (4, True))
 FLOAT32 = np.dtype("float32")
 _METADATA = {"format": "pt"}
@@ -91,7 +91,8 @@ def experts_of(params: nnx.State) -> dict[str, np.ndarray]:
 # FP8 has two slices of 128 rows; of eight, two hold all rows.
 TOKEN_SPLITS = {
     "fp8-block": ((1, False), (2, False), (8, False), (4, True)),
-    "packed-128": SPLITS,
+    **dict.fromkeys(("packed-128", "nvfp4"), SPLITS),
+    "mxfp4-packed": ((1, False), (2, False), (4, False), (2, True)),
 }
 
 
@@ -125,7 +126,7 @@ def test_a_slice_has_scales_for_parts_of_groups(models) -> None:
             assert scale.shape == (2, 8 * tp, 128, number)
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "packed-128", "packed-64-zero", "awq"])
+@pytest.mark.parametrize("name", ["fp8-block", "packed-128", "packed-64-zero", "awq", "nvfp4", "mxfp4-packed"])
 def test_an_orbax_checkpoint_restores_on_any_mesh(name: str, models, tmp_path) -> None:
     convert(models[name][0], tmp_path, devices=jax.devices("cpu"))
     for split in ((1, False), (2, False), (8, False), (4, True)):
@@ -142,7 +143,7 @@ def assert_moved_as_loaded(directory: Path, splits: tuple[tuple[int, bool], ...]
         jax.tree.map(np.testing.assert_array_equal, move_params(config, params, old, new, mesh), expected)
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "packed-128", "packed-64-zero"])
+@pytest.mark.parametrize("name", ["fp8-block", "packed-128", "packed-64-zero", "nvfp4", "mxfp4"])
 def test_moved_experts_are_those_that_loading_gives(name: str, models) -> None:
     """By a change of TP size and split, bit for bit."""
     assert_moved_as_loaded(models[name][0], ((1, False), (2, False), (8, False), (4, True), (1, False)))
@@ -156,14 +157,18 @@ def test_moved_slices_may_begin_within_a_group(tmp_path) -> None:
     assert_moved_as_loaded(directory, ((2, False), (3, False), (2, False), (6, False), (1, False)))
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("fp8-block", 0.05), ("packed-128", 0.05)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("fp8-block", 0.05), ("packed-128", 0.05), ("nvfp4", 0.05), ("mxfp4", 0.3)]
+)
 def test_random_experts_have_the_usual_deviation(name: str, tolerance: float, models) -> None:
     config = read_model(models[name][0] / "config.json")
     _, params = random_model(config, model_layout(config, 2), make_mesh(2), FLOAT32)
     assert experts_of(params)["gate_up"].std() == pytest.approx(0.02, rel=tolerance)
 
 
-@pytest.mark.parametrize(("scheme", "quantized_name"), [("int4", "int4-group-128")])
+@pytest.mark.parametrize(
+    ("scheme", "quantized_name"), [("int4", "int4-group-128"), ("nvfp4", "nvfp4-group-16"), ("mxfp4", "mxfp4-group-32")]
+)
 def test_made_when_loaded_or_converted_is_the_same(scheme: str, quantized_name: str, models, tmp_path) -> None:
     """With `--quantize`, near the unquantized weights; by Orbax too, whose layers are stored as they are held."""
     plain = models["packed-128"][1]

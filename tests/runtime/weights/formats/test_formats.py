@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_dequantized_checkpoint(
             np.testing.assert_array_equal(values, expected[parameter], err_msg=f"{parameter} at tp {tp}")
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "fp8-channel", "packed-64-zero", "awq"])
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-channel", "packed-64-zero", "awq", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("is_orbax", [False, True])
 def test_weights_that_are_dequantized_while_they_are_loaded_are_the_same(
     name: str, is_orbax: bool, checkpoints: dict[str, formats.Checkpoint], tmp_path: Path
@@ -84,7 +84,7 @@ def test_weights_that_are_dequantized_while_they_are_loaded_are_the_same(
             np.testing.assert_array_equal(values, expected[parameter], err_msg=f"{parameter} at tp {tp}")
 
 
-@pytest.mark.parametrize("quantize", ["fp8-block", "fp8-channel", "int4"])
+@pytest.mark.parametrize("quantize", ["fp8-block", "fp8-channel", "int4", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("is_orbax", [False, True])
 def test_weights_that_are_quantized_and_dequantized_while_they_are_loaded_are_the_same(
     quantize: str, is_orbax: bool, checkpoints: dict[str, formats.Checkpoint], tmp_path: Path
@@ -104,6 +104,7 @@ def test_weights_that_are_quantized_and_dequantized_while_they_are_loaded_are_th
     [
         *(("fp8-block", tp, "float32", 1e-5) for tp in (1, 2, 4, 8)),
         *((name, 8, "float32", 1e-5) for name in ("fp8-channel", "packed-64-zero", "awq")),
+        *((name, tp, "float32", 1e-5) for name, tp in (("nvfp4", 1), ("nvfp4-packed", 4), ("mxfp4", 2))),
         *((name, 2, "bfloat16", 0.03) for name in ("fp8-block", "gptq-zero")),
     ],
 )
@@ -181,7 +182,7 @@ def test_int4_projections_can_be_served_unquantized(tmp_path: Path) -> None:
         ("gptq", {"bits": 3}, "bits is 3; allowed: 4"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: 'gptq', 'gptq_v2'"),
         ("gptq", {"lm_head": True}, "lm_head is True; allowed: False"),
-        ("fp8-channel", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'; allowed: 'float-q"),
+        ("fp8-channel", {"format": "int-quantized"}, "format is 'int-quantized'; allowed: 'float-q"),
         ("fp8-channel", {"config_groups": {}}, "config_groups is {}; allowed: an object with one entry"),
         ("packed-32", {"transform_config": {"config_groups": {"u": 1}}}, "transform_config is {'config_groups'"),
     ],
