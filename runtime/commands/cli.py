@@ -284,6 +284,13 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(namespace: argparse.Namespace) -> int:
+    from ..startup.interpreter import collecting_rarely
+
+    with collecting_rarely():
+        return _serve_until_stopped(namespace)
+
+
+def _serve_until_stopped(namespace: argparse.Namespace) -> int:
     from ..startup.serve import serve_config_until_stopped
 
     notes: list[str] = []

@@ -34,7 +34,7 @@ from ..telemetry.request_log import Observer
 from ..telemetry.start_timeline import StartClock, listening, process_began
 from ..telemetry.tracing import Tracer
 from .checks import adapter_roots, check_before_listening
-from .interpreter import take_turns_often
+from .interpreter import collect_as_usual, take_turns_often
 from .reload import reload_on_hangup
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class _Serving:
         self.place.attach(launched.engine)
         self._tell("preparing to serve")
         while_starting.close()
+        collect_as_usual()
         gc.collect()
         gc.freeze()  # the objects of startup are permanent, and scanning them takes 0.1 s per full collection
         if (host_cache := launched.engine.host_cache) is not None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..api.errors import InvalidRequestError, UnsupportedModelError
+from .known_template import KnownTemplate
 from .known_text_files import is_known_template
 from .limited_text import LimitedText
-from .template_renderer import Renderer, has_template, template_files, template_text
+from .template_renderer import has_template, template_files, template_text
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -35,7 +36,7 @@ class ChatTemplate:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._text: str | None = None
         self._exists = self._is_known = False  # whether there is one, and whether it is known
-        self._loaded: Renderer | None = None
+        self._loaded: KnownTemplate | None = None
         self._limited: LimitedText | None = None
         self._has_role = functools.lru_cache(_MAX_KNOWN_ROLES)(self._find_role)
 
@@ -126,9 +127,8 @@ class ChatTemplate:
                 self._folder = folder
             return Path(self._folder.name)
 
-    def _renderer(self) -> Renderer:
-        """Returns the renderer, created on first use because importing transformers takes a second."""
+    def _renderer(self) -> KnownTemplate:
         with self._lock:
             if self._loaded is None:
-                self._loaded = Renderer(str(self._open()))
+                self._loaded = KnownTemplate(self.text)
             return self._loaded
