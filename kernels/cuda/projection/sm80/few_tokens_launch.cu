@@ -34,14 +34,15 @@ std::string launch_weights(const ProductArgs& args, cudaStream_t stream) {
   if (args.num_tokens <= 16) {
     return is_tall ? launch_form<W, 2, 2, 2>(args, stream) : launch_form<W, 1, 2, 3>(args, stream);
   }
+  constexpr bool kHasRoom = W::kGroups == 1;  // for twice the rows in the registers of a thread
   if (args.num_tokens <= 32) {
-    if constexpr (W::kHasZeros) {
+    if constexpr (W::kHasZeros && kHasRoom) {
       return launch_form<W, 2, 4, 1>(args, stream);
     } else {
-      return launch_form<W, 1, 4, 2>(args, stream);
+      return launch_form<W, 1, 4, kHasRoom ? 2 : 1>(args, stream);
     }
   }
-  return launch_form<W, 2, 8, 1>(args, stream);
+  return launch_form<W, kHasRoom ? 2 : 1, 8, 1>(args, stream);
 }
 
 }  // namespace
