@@ -13,11 +13,12 @@ import hypothesis
 import jax
 import pytest
 
+from meshserve.runtime.adapters.bank import AdapterShape
 from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.program.batch import ANY_MODE, Bucket
 from meshserve.runtime.program.compile_cache import use_cache
 from meshserve.runtime.resolve import resolved_server
-from meshserve.runtime.resolve.buckets import declare_buckets
+from meshserve.runtime.resolve.buckets import adapter_buckets, declare_buckets
 from meshserve.sharding.mesh import use_cpu_devices
 
 from .compiled_programs import compiled_programs
@@ -110,9 +111,13 @@ def greedy_programs(few_shapes: None, every_program: bool) -> Iterator[None]:
         buckets = [each for each in _few_buckets(**limits) if each.mode in (ANY_MODE, SamplingMode.GREEDY)]
         return tuple(replace(each, mode=SamplingMode.GREEDY) for each in buckets)
 
+    def greedy_adapter_buckets(plain: tuple[Bucket, ...], adapters: AdapterShape) -> tuple[Bucket, ...]:
+        return tuple(replace(each, mode=SamplingMode.GREEDY) for each in adapter_buckets(plain, adapters))
+
     with pytest.MonkeyPatch.context() as patch:
         if not every_program:
             patch.setattr(resolved_server, "declare_buckets", greedy_buckets)
+            patch.setattr(resolved_server, "adapter_buckets", greedy_adapter_buckets)
         yield
 
 

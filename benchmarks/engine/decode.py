@@ -4,6 +4,7 @@
     meshserve bench decode --model qwen3-8b --random-weights --quantize fp8-block --batch 1 32
     meshserve bench decode --model qwen3-30b-a3b --random-weights --tp 2 --set expert_parallel=true
     meshserve bench decode --model qwen3-30b-a3b --random-weights --batch 1 32 --balance --skew 0.2
+    meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 --adapters 8 --set max_adapter_rank=16
 
 For each batch size and context length, requests of random tokens are prefilled and then decode together. A run is a
 sequence of steps. After as many warm-up runs as measured runs, the table gives the median, P10 and P90 of the step time
@@ -16,6 +17,10 @@ The line ends with the GPU's clock and power during the measurement, if NVIDIA's
 
 With `--balance`, a line for each batch size tells how evenly its tokens choose the experts of a model that has some.
 Random weights choose about uniformly; `--skew` makes some experts busier.
+
+With `--adapters`, the requests have that many random adapters (LoRA) on all projections in turn, each with as many
+requests as the others. The roofline does not count what is read for them. For a server with room for adapters and
+requests without any, set `max_adapters` alone.
 
 A step is *starved* if the device had already finished the previous step when this one was dispatched, which means that
 the host was too slow. The dispatch time is the host's time in the call that launches a step.
@@ -40,8 +45,9 @@ from meshserve.benchmarks.lib.expert_balance import balance_text, expert_tokens,
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import parse_settings
+from meshserve.benchmarks.lib.random_adapters import RandomCatalog
 from meshserve.runtime.adapters.changes import AdapterChanges
-from meshserve.runtime.api.request import Output
+from meshserve.runtime.api.request import Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.runner import Runner
@@ -165,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return made[0]
 
     engine, server = build_engine(config, model, make, None, timeline.deliver)
+    if options.adapters:
+        engine.adapters = RandomCatalog.of(server, options.adapters)
     engine.runner = watched = WatchedRunner(engine.runner)
     engine.start()
     results = []
@@ -206,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="multiply the router's row of expert e by (e + 1) ** -SKEW; the first experts are then chosen more often",
     )
+    parser.add_argument("--adapters", type=int, default=0, help="give requests this many adapters (LoRA) in turn")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument(
@@ -251,6 +260,8 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         prefix_cache=False,  # the cases use the same prompts, and each must be prefilled
         logits_processors=False,
     )
+    if options.adapters:
+        settings["max_adapters"] = options.adapters
     return ServeConfig(model=options.model, **{**settings, **parse_settings(options.set)})
 
 
@@ -321,7 +332,8 @@ def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, con
             temperature=options.temperature,
             ignore_eos=True,
         )
-        engine.submit(str(index), prompt, params)
+        adapter = str(index % options.adapters) if options.adapters else ""
+        engine.submit(str(index), prompt, params, RequestOptions(adapter=adapter))
 
 
 def _profile(

@@ -114,13 +114,20 @@ class AdapterBank:
         """The bytes of the leaves on each device."""
         return shard_bytes(self.leaves)
 
-    def bound(self, kernels: Kernels, leaves: tuple[jax.Array, ...]) -> Kernels:
-        """Returns kernels whose `products_of` add the adapters of these leaves. Call inside `shard_map`."""
+    def bound(self, kernels: Kernels, leaves: tuple[jax.Array, ...], *, is_one: bool = False) -> Kernels:
+        """Returns kernels whose `products_of` add the adapters of these leaves. Call inside `shard_map`.
+
+        Args:
+          kernels: The kernels of the server.
+          leaves: This shard's part of `leaves`.
+          is_one: Whether all tokens of a step that have an adapter have the same, whose matrices alone are read then.
+        """
         *matrices, table = leaves
         bank = dict(zip(self.arrays, matrices, strict=True))
 
         def adapted(slots: jax.Array) -> Products:
-            return AdapterProducts(kernels.linear, bank, table.at[slots].get(mode="fill", fill_value=NO_SLOT))
+            of_tokens = table.at[slots].get(mode="fill", fill_value=NO_SLOT)
+            return AdapterProducts(kernels.linear, bank, of_tokens, jnp.max(of_tokens) if is_one else None)
 
         return kernels.with_adapters(adapted)
 

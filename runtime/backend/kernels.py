@@ -61,9 +61,8 @@ class Kernels:
         return self.products if self.adapted is None else self.adapted(slots)
 
     def with_adapters(self, adapted: Callable[[jax.Array], Products]) -> "Kernels":
-        """Returns these kernels for requests that bring adapters along. No fused layers may be among them."""
-        assert not self.max_fused_tokens and not self.max_fused_prompt_tokens, "fused layers multiply without adapters"
-        return replace(self, adapted=adapted)
+        """Returns these kernels for steps whose tokens bring adapters along, without the fused layers."""
+        return replace(self, adapted=adapted, decode=None, max_fused_tokens=0, max_fused_prompt_tokens=0)
 
     @property
     def p2p_all_reduce(self) -> P2PAllReduce | None:

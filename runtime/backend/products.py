@@ -13,7 +13,7 @@ class Products(Protocol):
 
     The layers call it for each of their projections and never ask whether a token has an adapter. An implementation
     with adapters holds the adapter slot of each token and adds the low-rank product of the named projection. Fused
-    layers multiply without it, so a server with adapters sets `Kernels.max_fused_tokens` to 0.
+    layers multiply without it, so steps with adapters run none; see `Kernels.with_adapters`.
     """
 
     def __call__(

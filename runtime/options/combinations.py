@@ -98,11 +98,6 @@ def _check_adapters(config: "ServeConfig") -> None:
             "adapters are served by a single process so far, and coordinator is set. Leave out adapter, "
             "adapter_root and max_adapters, or serve each merged into the base model (merge_and_unload of peft)."
         )
-    if config.decode_layers not in ("auto", "off"):
-        raise ConfigError(
-            f"decode_layers is {config.decode_layers}: fused layers multiply without adapters. Leave it out, or leave "
-            "out adapter, adapter_root and max_adapters."
-        )
 
 
 def _check_cluster(config: "ServeConfig") -> None:

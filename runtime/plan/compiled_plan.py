@@ -133,7 +133,7 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     server, names, num_layers = planner.server, planner.server.kernel_names, planner.server.model.num_layers
     has_experts = server.model.experts is not None and experts.IMPLEMENTATIONS[names.moe_backend].is_kernel
     products = _fp8_products(planner)
-    if report.kind == "prompt":  # the last layer's MLP
+    if report.kind.startswith("prompt"):  # the last layer's MLP
         num_products = len(products & {"gate_up", "down"})
         return int(num_layers - 1 in server.model.stacks["layers"]) if has_experts else num_products
     num_expert_kernels = _num_written(planner, server.model.stacks["layers"]) if has_experts and report.is_step else 0
@@ -153,7 +153,8 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
         num_calls = in_sampling + num_p2p + has_head + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
         is_unrolled = server.tp == 1 and report.size <= UNROLLED_TOKENS and "greedy x" in report.kind
         return num_calls * (int(report.kind.rpartition(" ")[2]) if is_unrolled else 1)
-    if report.is_step and report.size <= max_fused_prompt_tokens(names, server.kernel_shapes):
+    has_adapters = "with adapters" in report.kind  # whose layers are not fused
+    if report.is_step and not has_adapters and report.size <= max_fused_prompt_tokens(names, server.kernel_shapes):
         num_layers = 1  # the last one; another call runs those before it
         has_head += 1
     num_p2p += _num_all_reduces(planner, report, is_p2p=True) if report.is_step else 0

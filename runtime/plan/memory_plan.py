@@ -19,6 +19,7 @@ from meshserve.sharding.chips import GIB, Target
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import CPU_CACHE_BYTES
 
+from ..adapters.bank import AdapterShape
 from ..draft.heads.head_weights import abstract_head, head_layout, kind_of
 from ..model_files.model_config import ModelConfig, read_json
 from ..options.serve_config import ServeConfig
@@ -239,6 +240,7 @@ class Planner:
         bucket = server.buckets[-1]
         scratch = scratch_estimate(server.model, server.layout, bucket, dtype)
         scratch += dequantized_bytes(server.model, server.layout, dtype)
+        scratch += adapter_scratch_estimate(server.layout, server.adapters, bucket, dtype)
         costs = KernelCosts(shapes=server.kernel_shapes, names=server.kernel_names)
         scratch += costs.attention(costs.prompt_step(bucket.num_tokens, bucket.num_tokens)).scratch_bytes
         if server.platform == "cpu" and dtype.itemsize < 4:  # XLA multiplies in float32 and keeps such copies of layers
@@ -297,6 +299,20 @@ def scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dt
         )
         mlp = max(rows, mlp if len(model.stacks) > 1 else 0)
     return tokens + mlp + 3 * bucket.num_requests * (layout.vocab_size // layout.num_shards) * 4
+
+
+def adapter_scratch_estimate(
+    layout: ShardLayout, adapters: AdapterShape | None, bucket: Bucket, dtype: jnp.dtype
+) -> int:
+    """Estimates the memory that a step with adapters needs in addition to one without.
+
+    Counts per token, in float32 and in the type of the activations, the columns of all slots, and what is added to the
+    gate and up projections.
+    """
+    if adapters is None:
+        return 0
+    columns = adapters.num_slots * adapters.rank + 2 * layout.mlp_dim // layout.num_shards
+    return bucket.num_tokens * columns * (4 + dtype.itemsize)
 
 
 def output_bytes(model: ModelConfig, layout: ShardLayout, buckets: Iterable[Bucket], dtype: jnp.dtype) -> int:

@@ -52,13 +52,15 @@ class Bucket:
     mode: int = ANY_MODE  # the SamplingMode for which it is compiled
     has_drafts: bool = False  # only decodes, which may have draft tokens behind them
     is_pooling: bool = False  # computes `ModelConfig.pooling` and samples nothing
+    num_adapters: int = 0  # how many different adapters its tokens may have; 0: it multiplies without any
 
     @property
     def kind(self) -> str:
         """The kind of its program. Buckets of one kind have different numbers of tokens."""
         kind = "pooling" if self.is_pooling else "decode" if self.is_decode else "step"
         kind += f" {SamplingMode(self.mode).name.lower()}" if self.mode != ANY_MODE else ""
-        return f"{kind} x {self.num_steps}" if self.num_steps > 1 else kind
+        kind += f" x {self.num_steps}" if self.num_steps > 1 else ""
+        return f"{kind} with adapters, {self.num_adapters}" if self.num_adapters else kind
 
     @property
     def key(self) -> ProgramKey:
@@ -153,14 +155,20 @@ class BatchBuilder:
         self._layouts: dict[int, tuple[object, _Layout]] = {}  # the last layout by steps, and what it was made for
 
     def bucket(self, plan: StepPlan, mode: int) -> Bucket:
-        """Returns the smallest bucket that holds the plan and samples in this mode."""
-        num_tokens, num_samples = plan.num_batch_tokens, plan.num_samples
+        """Returns the smallest bucket that holds the plan and samples in this mode.
+
+        Plans without adapters have the buckets of a server without any.
+        """
+        num_tokens, num_samples, num_adapters = plan.num_batch_tokens, plan.num_samples, plan.num_adapters
         for bucket in self._buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_requests >= num_samples
             fits = fits and bucket.num_steps == plan.num_steps and bucket.mode in (ANY_MODE, mode)
+            fits = fits and num_adapters <= bucket.num_adapters and bool(num_adapters) == bool(bucket.num_adapters)
             if fits and not (bucket.is_decode and (plan.prefills or (plan.drafts and not bucket.has_drafts))):
                 return bucket
-        raise AssertionError(f"no bucket holds {num_tokens} tokens and {num_samples} samples: {self._buckets}")
+        raise AssertionError(
+            f"no bucket holds {num_tokens} tokens, {num_samples} samples and {num_adapters} adapters: {self._buckets}"
+        )
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Packs a plan. Call it before the next call of the scheduler."""

@@ -227,8 +227,8 @@ def sharded_step(
     """Returns the step of a bucket over the mesh: (weights, state, buffers, packed) -> (state, output).
 
     The state and the buffers are donated. The weights are `weights_of` the parameters, because flattening the tree in
-    each call would cost the host 50 us; those of a trained head follow them, then the leaves of the adapters. The
-    buffers are those of `output_buffer_shapes`, if the kernels use any.
+    each call would cost the host 50 us; those of a trained head follow them, then the leaves of the adapters, if the
+    bucket is for tokens with any. The buffers are those of `output_buffer_shapes`, if the kernels use any.
     """
     tree = jax.tree.structure(abstract)
     weight_specs = tuple(jax.tree.leaves(specs_of(abstract)))
@@ -239,7 +239,7 @@ def sharded_step(
         assert bucket.num_steps == 1, "multi-step decode and drafts exclude each other"
         weight_specs += head.weight_specs
         state_specs = state_specs._replace(followed=head.state_specs)
-    num_own = len(weight_specs)
+    num_own, adapters = len(weight_specs), adapters if bucket.num_adapters else None
     weight_specs += adapters.specs if adapters is not None else ()
     output_buffer_specs = tuple(
         shape.sharding.spec for shape in output_buffer_shapes(kernels, abstract, [bucket], mesh).values()
@@ -254,7 +254,9 @@ def sharded_step(
     ) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
         params = jax.tree.unflatten(tree, weights[:num_weights])
         known = () if head is None else (head.bound(weights[num_weights:num_own]),)
-        used = kernels if adapters is None else adapters.bound(kernels, weights[num_own:])
+        used = kernels
+        if adapters is not None:
+            used = adapters.bound(kernels, weights[num_own:], is_one=bucket.num_adapters < adapters.shape.num_slots)
         state, output = function(structure, used, bucket, params, state, packed, *known)
         return state, output.with_buffers(write_over(buffers, output.buffers)) if buffers else output
 

@@ -63,7 +63,7 @@ class StepRunner:
         self._set_page_row, self._allocate = programs[SET_PAGE_ROW], programs[ALLOCATE]
         self._shapes, self._output_buffer_shapes = state_shapes, buffer_shapes
         self._processors, self._mesh, self._adapters = processors, mesh, adapters
-        self._last: tuple[Bucket, np.ndarray | jax.Array] | None = None  # what the last step was of, with adapters
+        self._last: tuple[Bucket, np.ndarray | jax.Array] | None = None  # what the last step was of, if it had adapters
         self._output: StepOutput[jax.Array] | None = None  # the last step's
         self.has_state = False  # whether the device state is allocated
         self._output_buffers: dict[OutputBufferKey, jax.Array]
@@ -211,7 +211,8 @@ class StepRunner:
         keys = self._output_buffer_keys[bucket]
         buffers = tuple(self._output_buffers[key] for key in keys)
         weights = self._weights
-        if self._adapters is not None:
+        self._last = None
+        if self._adapters is not None and bucket.num_adapters:
             weights, self._last = weights + self._adapters.leaves, (bucket, packed)
         packed = self.copies.send_behind(packed) if self.copies is not None else packed
         self._state, self._output = self._programs[bucket](weights, self._state, buffers, packed)

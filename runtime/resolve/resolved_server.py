@@ -34,9 +34,9 @@ from ..scheduler.limits import SchedulerLimits
 from ..weights.orbax_layout import model_layout
 from ..weights.registry import abstract_model
 from .auto_limits import StepLimits, choose_limits, usable_share
-from .buckets import declare_buckets
+from .buckets import adapter_buckets, declare_buckets
 from .kernel_costs import KernelCosts
-from .kernel_names import OFF, KernelNames, OptionRefusal
+from .kernel_names import KernelNames, OptionRefusal
 from .kernel_selection import (
     KernelSelection,
     NamedKernels,
@@ -245,7 +245,7 @@ def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devi
       ValueError: The model cannot be split over this number of devices.
     """
     shapes = _shapes(config, model, chip.platform, num_devices)
-    found = name_kernels(_of_kernels(config), device_like(chip), shapes)
+    found = name_kernels(config, device_like(chip), shapes)
     costs = KernelCosts(shapes=shapes, names=found.names)
     limits = choose_limits(config, costs, platform=chip.platform, chip=chip)
     return _resolved(config, shapes, chip.platform, found, limits)
@@ -272,7 +272,7 @@ def resolve_here(
     """
     platform = mesh.devices.flat[0].platform
     shapes = _shapes(config, model, platform, mesh.size)
-    selection = select_kernels(_of_kernels(config), shapes, mesh, findings)
+    selection = select_kernels(config, shapes, mesh, findings)
     costs = KernelCosts(shapes=shapes, names=selection.names)
     limits = choose_limits(config, costs, platform=platform, chip=chip_of(mesh.devices.flat[0]))
     server = _resolved(config, shapes, platform, selection, limits)
@@ -290,11 +290,6 @@ def _shapes(config: ServeConfig, model: ModelConfig, platform: str, num_devices:
         page_size=config.page_size,
         has_drafts=config.draft_tokens > 0,
     )
-
-
-def _of_kernels(config: ServeConfig) -> ServeConfig:
-    """Returns the options by which kernels are chosen: fused layers multiply without adapters."""
-    return dataclasses.replace(config, decode_layers=OFF) if config.num_adapter_slots else config
 
 
 def _adapter_shape(config: ServeConfig) -> AdapterShape | None:
@@ -338,6 +333,9 @@ def _resolved(
     )
     if most := chosen.multi_step_requests:
         buckets = tuple(bucket for bucket in buckets if bucket.num_steps == 1 or bucket.num_requests <= most)
+    limits = _limits(config, chosen, shapes.model, buckets)
+    if (adapters := _adapter_shape(config)) is not None:
+        buckets += adapter_buckets(buckets, adapters)
     return ResolvedServer(
         requested=requested,
         model=shapes.model,
@@ -348,7 +346,7 @@ def _resolved(
         kernel_names=names,
         kernel_refusals=kernels.refusals,
         max_fused_tokens=num_fused_tokens,
-        limits=_limits(config, chosen, shapes.model, buckets),
+        limits=limits,
         step_limits=chosen,
         buckets=buckets,
         has_processors=config.logits_processors and not is_pooling,
@@ -356,7 +354,7 @@ def _resolved(
         reserve_bytes=config.reserve_mib << 20,
         requested_pages=config.num_pages,
         compile_threads=config.compile_threads,
-        adapters=_adapter_shape(config),
+        adapters=adapters,
     )
 
 

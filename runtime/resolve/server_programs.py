@@ -80,7 +80,7 @@ class ServerPrograms:
         buffers = tuple(output_buffer_shapes(self.kernels, self.params, [bucket], self.mesh).values())
         program = sharded_step(self.structure, self.params, self.kernels, bucket, self.mesh, self.head, self.adapters)
         weights = weights_of(self.params) + (self.head.weights if self.head is not None else ())
-        weights += self.adapters.leaves if self.adapters is not None else ()
+        weights += self.adapters.leaves if self.adapters is not None and bucket.num_adapters else ()
         return program.lower(weights, self.state, buffers, packed)
 
     def compile_runner(

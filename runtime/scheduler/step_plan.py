@@ -54,6 +54,7 @@ class StepPlan:
     planned_seconds: float = 0.0
     admitted: Sequence[Admission] = ()
     preempted: Sequence[Request] = ()  # in the order of preemption
+    is_of_drafter: bool = False  # computed by a draft model or head, which has no adapters
 
     @property
     def chunks(self) -> tuple[ScheduledChunk, ...]:
@@ -70,6 +71,13 @@ class StepPlan:
     @property
     def num_requests(self) -> int:
         return len(self.decodes) + len(self.prefills)
+
+    @property
+    def num_adapters(self) -> int:
+        """The number of different adapters that its tokens are multiplied with."""
+        if self.is_of_drafter:
+            return 0
+        return len({request.adapter_digest for request in self.requests if request.adapter_digest})
 
     @property
     def num_batch_tokens(self) -> int:
@@ -107,6 +115,7 @@ class StepPlan:
             prefills=[],
             num_steps=num_steps,
             decode_lengths=[len(self.drafts[index]) for index in indices],
+            is_of_drafter=True,
         )
 
     @property

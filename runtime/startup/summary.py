@@ -41,9 +41,9 @@ def log_summary(server: PlacedServer, *, is_tp_chosen: bool) -> None:
     _log.info("limits: %s", server.step_limits)
     if server.adapters is not None:
         _log.info(
-            "adapters: %d at a time on the devices, of rank %d or less, in %.0f MiB of each; fused layers are off: "
-            "they multiply without adapters",
+            "adapters: %d at a time on the devices, of rank %d or less, in %.0f MiB of each; %s",
             server.adapters.num_slots, server.adapters.rank, server.adapter_bytes / (1 << 20),
+            "only steps without any run on fused layers" if server.max_fused_tokens else "no layers are fused",
         )  # fmt: skip
     for line in _expectations(server):
         _log.info("%s", line)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,7 +19,9 @@ from meshserve.benchmarks.lib.token_times import TokenClock, percentile
 from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.expert_balance import imbalance
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.resolve.resolved_server import resolve_here
 from meshserve.runtime.scheduler.drafts.draft_counts import StepCosts
 from meshserve.runtime.scheduler.drafts.payoff import Payoff
@@ -95,6 +98,25 @@ def test_a_long_request_decodes_among_short_ones(tiny: Path, capsys: pytest.Capt
     assert (row["batch"], row["context"], row["first_context"], row["power"]) == (3, 10, 30, None)
     assert row["tokens_per_second"] == pytest.approx(3 / row["step_ms"] * 1000)
     assert "batch    3 context     10 (one 30):" in capsys.readouterr().out
+
+
+def test_decodes_with_adapters_are_timed(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    run, used = StepRunner.run, []
+
+    def noted(runner: StepRunner, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        used.append((bucket.num_requests, bucket.num_adapters))
+        return run(runner, bucket, packed)
+
+    monkeypatch.setattr(StepRunner, "run", noted)
+    arguments = [
+        f"--model={tiny}", "--random-weights", "--batch", "1", "4", "--context=10", "--runs=1", "--steps=2",
+        "--page-size=16", "--max-step-tokens=8", "--dtype=float32", "--cpu-devices=8", "--adapters=2",
+        "--set=max_adapter_rank=4", f"--json={tiny / 'rows.json'}",
+    ]  # fmt: skip
+    assert decode.main(arguments) == 0
+    assert [row["batch"] for row in json.loads((tiny / "rows.json").read_text())] == [1, 4]
+    assert (1, 1) in used and (4, 2) in used, "one request reads one adapter, and four read both"
+    assert all(num_adapters for _, num_adapters in used)
 
 
 def test_the_balance_of_experts_and_a_skewed_router():

@@ -150,7 +150,7 @@ class DraftingRunner(RunnerBeside):
         for part in in_steps(missed, self._largest.num_tokens, self._largest.num_requests):
             chunks = [ScheduledChunk(request, start, num_tokens, False) for request, start, num_tokens in part]
             chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
-            batch = batches.build(StepPlan(decodes=[], starts=[], prefills=chunks))
+            batch = batches.build(StepPlan(decodes=[], starts=[], prefills=chunks, is_of_drafter=True))
             self.draft.run(self._followed_by[batch.bucket], batch.packed)
         for request, start, num_tokens in missed:
             coverage.note(request.pages, start, num_tokens, is_followed=True)

@@ -35,6 +35,7 @@ _VOCAB_AXES = (None, "vocab")
 _REPLICATED = PartitionSpec()
 _PADDING = ("pad logits", "pad hidden")
 _ALLOCATING = ("allocate", "no masks")
+_PROMPT, _ADAPTED_PROMPT = "prompt", "prompt with adapters"
 _MIN_PROMPT_TOKENS = 64  # fewer cost as much, because the unembedding's weights are read in any case
 
 
@@ -116,7 +117,9 @@ class ProcessorPrograms:
             programs["no masks", size] = partial(self._lower_no_masks, size)
             programs["sample", size] = partial(self._lower_sampler, size)
         for size in self.prompt_sizes:
-            programs["prompt", size] = partial(self._lower_prompt, size)
+            programs[_PROMPT, size] = partial(self._lower_prompt, size)
+            if self.adapters is not None:
+                programs[_ADAPTED_PROMPT, size] = partial(self._lower_prompt, size, self.adapters)
         for size in sorted({bucket.num_requests for bucket in self._single} - set(self.sampler_sizes)):
             num_rows = next_size(self.sampler_sizes, size)
             programs["pad logits", size] = partial(self._lower_padding, self._logits(size), num_rows)
@@ -182,10 +185,10 @@ class ProcessorPrograms:
         logits, masks = self._logits(num_requests), self._masks(num_requests)
         return sharded.lower(self.state_shapes, last_tokens, logits, packed, masks)
 
-    def _lower_prompt(self, num_tokens: int) -> jax.stages.Lowered:
+    def _lower_prompt(self, num_tokens: int, adapters: AdapterBank | None = None) -> jax.stages.Lowered:
         context = MLPContext(experts=self.kernels.experts, products=self.kernels.products)
         in_specs: tuple[Any, ...] = (specs_of(self.params), _REPLICATED, _REPLICATED)
-        adapters, kernels = self.adapters, self.kernels
+        kernels = self.kernels
 
         def program(params: nnx.State, hidden: jax.Array, targets: jax.Array, *adapted: Any) -> Logprobs[jax.Array]:
             used = context
@@ -286,13 +289,14 @@ class LogitsProcessors:
     ) -> Logprobs[jax.Array]:
         """Dispatches the log-probabilities of `targets` [T], the tokens after a step's; those of -1 are undefined.
 
-        With adapters, `adapters` are the leaves of the bank, and `slots` [T] those of the tokens' requests.
+        After a step with adapters, `adapters` are the leaves of the bank, and `slots` [T] those of the requests.
         """
         num_tokens = len(targets)
         size = next_size(self._declared.prompt_sizes, num_tokens)
         targets = np.pad(targets, (0, size - num_tokens), constant_values=-1)
         more = () if slots is None else (adapters, np.pad(slots, (0, size - len(slots)), constant_values=-1))
-        found = self._programs["prompt", size](params, self._padded("pad hidden", hidden), targets, *more)
+        kind = _PROMPT if slots is None else _ADAPTED_PROMPT
+        found = self._programs[kind, size](params, self._padded("pad hidden", hidden), targets, *more)
         _copy_to_host_async(found)
         return found
 

@@ -285,7 +285,7 @@ def test_a_plan_beyond_every_bucket_is_our_own_fault():
         max_request_pages=16,
         processors=ProcessorBatchBuilder(max_running=3, vocab_size=1000, eos_token_ids=frozenset()),
     )
-    with pytest.raises(AssertionError, match="no bucket holds 10 tokens and 1 samples"):
+    with pytest.raises(AssertionError, match="no bucket holds 10 tokens, 1 samples and 0 adapters"):
         small.build(loop.scheduler.plan(0.0))
 
 
