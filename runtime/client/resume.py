@@ -9,8 +9,9 @@ again. If only the end is missing, the last tokens are asked for once more, and 
 bring text that was held back for a stop string. An answer that comes divided into its parts is resumed as a
 conversation, with the tokens received so far beside it, since the new server must know where in the answer they end. A
 request with an adapter is resumed with the same one: the first message of a stream has the adapter's digest, and the
-resumed request demands it. A replica that has other files under that name refuses it (FAILED_PRECONDITION), as does one
-that lacks the adapter (NOT_FOUND), instead of going on with other tokens.
+resumed request demands it. A replica that has other files under that name refuses it (FAILED_PRECONDITION), instead of
+going on with other tokens. One that lacks the adapter answers NOT_FOUND, and another may have it: the next attempt goes
+to the next replica.
 """
 
 import asyncio
@@ -43,6 +44,9 @@ _RETRIED = frozenset((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHA
 _OPTIONS = ("priority", "cache_salt", "adapter")  # that each attempt of a GenerateRequest has
 Wait = Callable[[float | None], float | None]
 WaitAsync = Callable[[float | None], Awaitable[float | None]]
+# Further attempts after answers that there is no adapter of that name, while no replica has begun to answer: it may be
+# mistyped.
+_MAX_UNKNOWN = 4
 _FIRST_DELAY_SECONDS = 0.05
 _MAX_DELAY_SECONDS = 2.0
 
@@ -61,15 +65,23 @@ class _Attempts:
     def succeeded(self) -> None:
         self.num_used = 0
 
-    def delay_seconds(self, error: grpc.RpcError) -> float:
+    def delay_seconds(self, error: grpc.RpcError, run: "_Run | None") -> float:
         """Returns the delay before the next attempt, limited to the time left.
+
+        Args:
+          error: That of the last attempt.
+          run: The request, if its prompt is known.
 
         Raises:
           CallError: The error cannot be retried, or no attempts are left.
         """
         failure = call_error(error)
         hopeless = failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.retry_seconds is None
-        if failure.code not in _RETRIED or hopeless or self.num_used >= self._max_resumes:
+        is_elsewhere = failure.code is grpc.StatusCode.NOT_FOUND and run is not None and run.has_adapter
+        hopeless |= failure.code not in _RETRIED and not is_elsewhere
+        if is_elsewhere and run is not None and not run.has_begun:
+            hopeless |= self.num_used >= _MAX_UNKNOWN
+        if hopeless or self.num_used >= self._max_resumes:
             raise failure from None
         delay = min(_FIRST_DELAY_SECONDS * 2**self.num_used, _MAX_DELAY_SECONDS) * random.uniform(0.5, 1.0)
         self.num_used += 1
@@ -102,6 +114,15 @@ class _Run:
         self._num_last_tokens = self._last_size = 0
         self._num_repeated_tokens = self._repeated_size = 0  # what is still to come again
         self._num_requests = 0
+
+    @property
+    def has_adapter(self) -> bool:
+        return bool(self._options.get("adapter") or (self._chat is not None and self._chat.adapter))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a server has answered with tokens, so that the adapter exists."""
+        return bool(self._received)
 
     def start(self, stub: Any, timeout_seconds: float | None, metadata: Any) -> Any:
         """Begins the call of the next attempt."""
@@ -263,7 +284,7 @@ def stream(
                     return
             raise CallError(grpc.StatusCode.INTERNAL, "the stream ended before its last message")
         except grpc.RpcError as error:
-            time.sleep(attempts.delay_seconds(error))
+            time.sleep(attempts.delay_seconds(error, run))
         finally:
             if call is not None:
                 call.cancel()
@@ -299,7 +320,7 @@ async def stream_async(
                     return
             raise CallError(grpc.StatusCode.INTERNAL, "the stream ended before its last message")
         except grpc.RpcError as error:
-            await asyncio.sleep(attempts.delay_seconds(error))
+            await asyncio.sleep(attempts.delay_seconds(error, run))
         finally:
             if call is not None:
                 call.cancel()

@@ -67,6 +67,11 @@ class Access:
         self._usage: dict[str, _Usage] = {}
         self.methods = MappingProxyType(dict(self.methods))
 
+    @property
+    def limits_adapters(self) -> bool:
+        """Whether there are tenants to which some adapters do not exist."""
+        return any(credential.tenant.adapters is not None for credential in self._credentials)
+
     def reload(self) -> None:
         """Reads the tokens file again if it has changed. Not called on the event loop: the file system may hang.
 

@@ -121,6 +121,7 @@ class Edge:
         self.queues = queues
         self.access = access if access is not None else new_access()
         self.observer = observer if observer is not None else Observer()
+        self.observer.metrics.adapters.hides_names = lambda: self.access.limits_adapters
         self.supervisor = supervisor if supervisor is not None else Supervisor()
         self.progress = "the process has begun"  # progress of the start, for people
         self.max_samples = MAX_SAMPLES  # per request; set again once the server's limits are known

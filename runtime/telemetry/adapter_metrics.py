@@ -27,10 +27,14 @@ class AdapterMetrics(Collector):
 
     A server may load thousands of adapters over time, and each label stays in the memory of whoever scrapes it. An
     adapter that is unloaded gives its label back; its counts end, as those of a process that ends.
+
+    /metrics needs no token. Where tenants may not know of each other's adapters, no name is told: all are counted
+    together, and endpoint pickers learn nothing.
     """
 
     def __init__(self) -> None:
         self.read_adapters: Callable[[], Sequence[AdapterInfo]] = tuple  # replaced by the server
+        self.hides_names: Callable[[], bool] = lambda: False  # replaced by the server
         self.max_on_device = 0  # adapters that the devices hold at a time; set by the server
         self._open: Counter[str] = Counter()  # requests that have not ended
         self._counts: dict[str, _Counts] = {}
@@ -61,9 +65,13 @@ class AdapterMetrics(Collector):
                 self._counts.pop(name, None)
 
     def collect(self) -> Iterator[Metric]:
+        hides_names = self.hides_names()
         with self._lock:
             counts = {name: (each.num_requests, each.num_prompt_tokens, each.num_output_tokens)
                       for name, each in self._counts.items()}  # fmt: skip
+        if hides_names and counts:
+            requests, prompt_tokens, output_tokens = map(sum, zip(*counts.values(), strict=True))
+            counts = {OTHER: (requests, prompt_tokens, output_tokens)}
         for index, (what, text) in enumerate(
             (
                 ("requests", "Requests with an adapter that have ended"),
@@ -85,7 +93,7 @@ class AdapterMetrics(Collector):
              sum(info.num_bytes for info in loaded)),
         ):  # fmt: skip
             yield GaugeMetricFamily(name, text, value=value)
-        if self.max_on_device:
+        if self.max_on_device and not hides_names:
             yield self._picked(loaded)
 
     def _picked(self, loaded: Sequence[AdapterInfo]) -> Metric:

@@ -65,6 +65,9 @@ def _header(target: str, info: ModelInfo | None, latest: Reading) -> Panel:
             f"{info.name} ({info.size} parameters, {info.quantization or info.dtype}) on "
             f"{info.num_devices} x {info.device_kind}, TP size {info.tp_size}, context {info.max_context_tokens:,}"
         )
+    if adapters := latest.values.get("meshserve_adapters"):
+        on_devices = latest.values.get("meshserve_device_adapters", 0.0)
+        second.append(f"; adapters: {adapters:.0f}, {on_devices:.0f} on the devices")
     return Panel(Group(first, second), title="meshserve top", title_align="left")
 
 

@@ -33,7 +33,7 @@ COUNTERS = frozenset(
     for name in (
         "uptime_seconds", "output_tokens_total", "prompt_tokens_total", "steps_total", "preemptions_total",
         "cached_tokens_total", "admitted_tokens_total", "draft_tokens_total", "accepted_draft_tokens_total",
-        "batch_occupancy_ratio_sum", "batch_occupancy_ratio_count",
+        "batch_occupancy_ratio_sum", "batch_occupancy_ratio_count", "adapters", "device_adapters",
     )
 )  # fmt: skip
 HISTOGRAMS = frozenset(

@@ -127,6 +127,23 @@ def test_a_request_with_an_adapter_goes_on_with_the_same_one(breaking):
     assert asked == [("law", ""), ("law", "digest of law"), ("law", "digest of law")]
 
 
+def test_a_replica_that_lacks_the_adapter_is_not_the_last_one_asked(breaking):
+    """A stream that has begun has all attempts, others few: the name may be mistyped. Without one, it is an error."""
+    unknown = grpc.StatusCode.NOT_FOUND
+    with Client(breaking.target, resumes=7) as client:
+        breaking.breaks = [(4, grpc.StatusCode.UNAVAILABLE), *[(4, unknown)] * 6]
+        assert client.complete("p", max_tokens=12, adapter="law").token_ids == TOKENS[:12]
+        assert len(breaking.requests) == 8
+        breaking.breaks = [(0, unknown)] * 2
+        assert client.complete("p", max_tokens=12, adapter="law").token_ids == TOKENS[:12]
+        for adapter, num_attempts in (("law", 5), ("", 1)):
+            breaking.requests.clear()
+            breaking.breaks = [(0, unknown)] * 8
+            with pytest.raises(CallError) as caught:
+                client.complete("p", max_tokens=12, adapter=adapter)
+            assert caught.value.code is unknown and len(breaking.requests) == num_attempts
+
+
 @pytest.mark.parametrize("adapters", [FakeCatalog("other"), FakeCatalog("law")])
 def test_a_replica_without_the_same_adapter_does_not_go_on(adapters):
     request = resume._Run(pb.GenerateRequest(adapter="law", token_ids=pb.TokenIds(token_ids=[1])), [1], 0)

@@ -77,6 +77,9 @@ def test_the_screen_shows_the_load_and_the_times():
     text = drawn(first, last)
     for words in ("READY  host:50051", "toy (8.6 B parameters, bfloat16) on 2 x cpu, TP size 2", "75% of 100 pages"):
         assert words in text
+    assert "adapters" not in text
+    values = {**last.values, "meshserve_adapters": 5.0, "meshserve_device_adapters": 2.0}
+    assert "; adapters: 5, 2 on the devices" in drawn(first, Reading(**{**vars(last), "values": values}))
     lines = {line.strip("│ \n").split("  ")[0]: line for line in text.splitlines()}
     assert "15.0" in lines["step"] and lines["step"].count("-") == 0
     assert "200" in lines["running"], "tokens per second stand beside the running requests"

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import generate_latest
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
@@ -242,6 +243,20 @@ def test_metrics_have_a_bounded_number_of_labels():
     assert "adapter-0" not in samples and samples["adapter-99"] == 2
     [loaded], [on_device] = (families[f"meshserve_{name}"].samples for name in ("adapters", "device_adapters"))
     assert (loaded.value, on_device.value) == (2, 1)
+
+
+def test_metrics_tell_no_names_that_tenants_may_not_know(server, guarded):
+    for each, token in ((server, None), (guarded, "anything")):
+        with Client(each.target, token=token) as client:
+            for name in ("fast", "law-1"):
+                client.complete((3,), max_tokens=3, adapter=name)
+        each.edge.observer.metrics.adapters.max_on_device = 2
+    assert server.counted("meshserve_adapter_requests_total", adapter="fast") == 1
+    pages = [generate_latest(each.edge.observer.metrics.registry).decode() for each in (server, guarded)]
+    assert ["fast" in page or "law" in page for page in pages] == [True, False]
+    assert ["vllm:lora_requests_info{" in page for page in pages] == [True, False]
+    for what, count in (("requests", 2), ("prompt_tokens", 2), ("output_tokens", 6)):
+        assert guarded.counted(f"meshserve_adapter_{what}_total", adapter=OTHER) == count
 
 
 def test_endpoint_pickers_learn_where_an_adapter_is():

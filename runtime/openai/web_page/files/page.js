@@ -695,6 +695,9 @@ function drawServer(after) {
   ];
   if (values.meshserve_preemptions_total) figures.push(["Preemptions", number(values.meshserve_preemptions_total), "since the start", null]);
   if (values.meshserve_draft_tokens_total) figures.push(["Drafts accepted", percent(drafts), "", null]);
+  if (values.meshserve_adapters) {
+    figures.push(["Adapters", number(values.meshserve_adapters), `${number(values.meshserve_device_adapters)} on the devices`, null]);
+  }
   byId("figures").replaceChildren(...figures.map(([title, value, detail, picture]) => element(
     "div", { className: "figure" }, element("dt", { textContent: title }),
     element("dd", {}, value, ...(detail ? [" ", element("small", { textContent: detail })] : [])), picture && element("dd", {}, picture),
@@ -711,8 +714,9 @@ function drawTables(before, after) {
   byId("requests").tBodies[0].replaceChildren(...after.requests.slice(0, 25).map((each) => {
     const seconds = each.total_seconds - (each.first_token_seconds ?? each.total_seconds);
     const who = each.tenant ? `${each.tenant}/${each.request_id}` : each.request_id;
+    const method = each.method.replace("/v1/", "") + (each.adapter ? ` with ${each.adapter}` : "");
     const texts = [
-      `${duration(each.seconds_ago)} ago`, each.method.replace("/v1/", ""), who, each.outcome, number(each.num_prompt_tokens),
+      `${duration(each.seconds_ago)} ago`, method, who, each.outcome, number(each.num_prompt_tokens),
       number(each.num_output_tokens), milliseconds(each.first_token_seconds), milliseconds(each.total_seconds),
       number(seconds > 0 && each.num_output_tokens > 1 ? (each.num_output_tokens - 1) / seconds : null, 1),
     ];
