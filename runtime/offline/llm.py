@@ -51,7 +51,7 @@ class LLM:
       model: A directory, a Hugging Face id, or "demo" for the embedded model; see the option `model`.
       tp: Tensor-parallel size; None uses the option's default.
       show_progress: Whether to print each phase of the start to stderr.
-      adapters: Adapters (LoRA) that `generate` and `chat` may name: their directories by name.
+      adapters: Adapters (LoRA) that `generate` and `chat` may name: their directories, or Hugging Face ids, by name.
       **options: The options of `meshserve generate` by their names in a TOML file, such as `cpu_devices=4`, or by
         those of vLLM.
 

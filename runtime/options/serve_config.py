@@ -152,8 +152,8 @@ class ServeConfig:
     adapter: tuple[str, ...] = option(
         (),
         _MODEL,
-        "NAME=PATH: serve the adapter (LoRA) in this directory, as PEFT saves it, to requests that name it; may be "
-        "given several times. In TOML a table, [adapter], of NAME = PATH",
+        "NAME=PATH: serve the adapter (LoRA) in this directory, as PEFT saves it, or of this Hugging Face id, to "
+        "requests that name it; may be given several times. In TOML a table, [adapter], of NAME = PATH",
         is_list=True,
     )
     max_adapters: int = option(

@@ -14,6 +14,7 @@ from ..model_files.model_config import ModelConfig
 from ..options.serve_config import ServeConfig
 from ..resolve.kernel_log import kernel_line, refusal_lines
 from ..resolve.kernel_names import KernelNames, OptionRefusal
+from ..weights.local_adapters import with_local_adapters
 from ..weights.locate import DEMO_MODEL, find_model, model_directory
 from ..weights.model_task import with_task
 from ..weights.registry import is_published, named_model, read_model
@@ -220,7 +221,7 @@ def planner_of(asked: PlanRequest) -> Planner:
     check_tp(asked.tensor_parallelism or machine.num_devices, model, machine.num_devices, f"devices in {machine.name}")
     return Planner.on(
         machine,
-        asked.config,
+        with_local_adapters(asked.config, has_weights=False),
         model,
         num_devices=asked.tensor_parallelism or machine.num_devices,
         jax_fraction=asked.jax_fraction,

@@ -15,6 +15,7 @@ from ..plan.tp_choice import check_tp
 from ..resolve.model_defaults import context_tokens
 from ..server.ports import check_free
 from ..text.chat_template import ChatTemplate
+from ..weights.local_adapters import with_local_adapters
 from ..weights.locate import DEMO_MODEL, model_directory, model_name
 from ..weights.model_task import with_task
 from ..weights.registry import is_published, named_model, read_model
@@ -51,13 +52,14 @@ def check_before_listening(config: ServeConfig) -> None:
 def _check_adapters(config: ServeConfig) -> None:
     """
     Raises:
-      ConfigError: An adapter has the model's name, or see `adapter_roots`.
+      ConfigError: An adapter has the model's name, or cannot be downloaded, or see `adapter_roots`.
     """
     adapter_roots(config)
     served = config.served_name or model_name(config.model)
     for name in config.adapter_paths:
         if name in (served, served.rpartition("/")[2]):
             raise ConfigError(f"adapter gives the name {name}, which is the model's. Choose another name.")
+    with_local_adapters(config)
 
 
 def adapter_roots(config: ServeConfig) -> tuple[Path, ...]:

@@ -13,6 +13,7 @@ from meshserve.kernels.cuda.user_folder import user_folder
 from ..api.errors import ConfigError
 from ..options.serve_config import ServeConfig
 from ..program.compile_cache import CompileCounts, CompileWatch
+from ..weights.local_adapters import with_local_adapters
 from ..weights.locate import find_model
 from .launch import build_runner, params_of, read_model_of
 
@@ -54,7 +55,7 @@ def compile_ahead(config: ServeConfig) -> FilledFolder:
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"cache_dir is {config.cache_dir}, to which this user cannot write.")
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model_of(config, files)
+    model, config = read_model_of(config, files), with_local_adapters(config)
     tokenizer = files.small / "tokenizer.json"
     with CompileWatch() as watch:
         build_runner(config, model, params_of(files), tokenizer_file=tokenizer if tokenizer.is_file() else None)

@@ -66,6 +66,7 @@ from ..text.tokenizer import Tokenizer, open_tokenizer
 from ..weight_updates.engine_control import EngineControl
 from ..weight_updates.weight_updater import WeightUpdater
 from ..weights.load import load_model, read_model_with_weights
+from ..weights.local_adapters import with_local_adapters
 from ..weights.locate import ModelFiles, find_model, model_name
 from ..weights.model_task import with_task
 from ..weights.random_weights import random_model
@@ -157,7 +158,7 @@ def launch(
         cluster.compare_options(config)
     progress("finding the model")
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model_of(config, files)
+    model, config = read_model_of(config, files), with_local_adapters(config)
     if task not in ("", model.task):
         raise WrongTaskError(
             f"{config.model} is a model to {model.task}, and this command needs a model that can {task}. Choose "

@@ -1,4 +1,4 @@
-"""Downloads a model that `--model` names by its Hugging Face id, such as Qwen/Qwen3-8B.
+"""Downloads a model or an adapter that an option names by its Hugging Face id, such as Qwen/Qwen3-8B.
 
 Uses `huggingface_hub` with its conventions: progress bar, cache (HF_HOME), token (HF_TOKEN or `hf auth login`),
 alternative endpoint (HF_ENDPOINT) and offline mode (HF_HUB_OFFLINE=1).
@@ -19,6 +19,7 @@ _SMALL_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt")
 _WEIGHT_PATTERN = "*.safetensors"
 _SUBFOLDERS = "*/*"  # other formats of the same model, such as onnx/model.onnx
 _POOLING_PATTERN = "*_Pooling/config.json"  # see `model_task`
+_ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model.safetensors")
 _SET_HOME = "Set HF_HOME to a directory of this user."
 
 
@@ -64,8 +65,31 @@ def download_model(model_id: str, *, revision: str, has_weights: bool) -> Path:
     return directory
 
 
+def download_adapter(adapter_id: str, *, has_weights: bool) -> Path:
+    """Downloads the files of an adapter (LoRA) that are not cached yet and returns their directory.
+
+    Raises:
+      ConfigError: The hub has no such repository, denies the download, or cannot be reached, or it has no adapter.
+    """
+    wanted = _ADAPTER_PATTERNS[: 1 + has_weights]
+    directory = _download(adapter_id, "", wanted, option="--adapter")
+    for name in wanted:
+        if not (directory / name).is_file():
+            raise ConfigError(
+                f"--adapter {adapter_id}: {directory} has no {name}. If there is none on the hub, it is no adapter as "
+                "PEFT saves it; if HF_HUB_OFFLINE is set, unset it to download it."
+            )
+    _log.info("the adapter %s is at %s", adapter_id, directory)
+    return directory
+
+
 def _download(
-    model_id: str, revision: str, patterns: tuple[str, ...], ignored: tuple[str, ...] = (_SUBFOLDERS,)
+    model_id: str,
+    revision: str,
+    patterns: tuple[str, ...],
+    ignored: tuple[str, ...] = (_SUBFOLDERS,),
+    *,
+    option: str = "--model",
 ) -> Path:
     """Updates the cache with the files that match the patterns and returns the snapshot directory.
 
@@ -82,7 +106,7 @@ def _download(
         RevisionNotFoundError,
     )
 
-    what = f"--model {model_id}" + (f" at revision {revision}" if revision else "")
+    what = f"{option} {model_id}" + (f" at revision {revision}" if revision else "")
     if constants.HF_HUB_CACHE.startswith("~"):
         raise ConfigError(f"{what}: this user has no home directory to download it to. {_SET_HOME}")
     try:

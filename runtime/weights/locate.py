@@ -72,7 +72,7 @@ def model_directory(model: str, *, revision: str = "", has_weights: bool = True)
     path = epath.Path(_EMBEDDED / model) if model in (DEMO_MODEL, DEMO_HEAD) else as_path(model)
     if is_hub_id(model) and not path.is_dir():
         downloaded = download_model(model, revision=revision, has_weights=has_weights)
-        _check_files(downloaded)
+        check_directory(downloaded, "model")
         return epath.Path(downloaded)
     if not path.is_dir():
         raise ConfigError(
@@ -80,14 +80,18 @@ def model_directory(model: str, *, revision: str = "", has_weights: bool = True)
             "Qwen/Qwen3-8B, or --model demo."
         )
     if not is_remote(path):
-        _check_files(Path(path))
+        check_directory(Path(path), "model")
     if revision:
         raise ConfigError(f"--revision {revision}: only models of the Hugging Face hub have one. Omit it for {path}.")
     return path
 
 
-def _check_files(directory: Path) -> None:
+def check_directory(directory: Path, kind: str) -> None:
     """Checks what libraries will open by its name: a FIFO would make them wait for ever, a link may lead anywhere.
+
+    Args:
+      directory: A local directory.
+      kind: What it is of, for the message.
 
     Raises:
       ConfigError: Something in the directory is neither a file nor a directory, or leads out of the directory.
@@ -95,7 +99,7 @@ def _check_files(directory: Path) -> None:
     try:
         check_regular_files(directory, _OPENED_FOLDERS)
     except OSError as error:
-        raise ConfigError(f"the model directory {directory} cannot be used: {error.filename}: {error}.") from None
+        raise ConfigError(f"the {kind} directory {directory} cannot be used: {error.filename}: {error}.") from None
 
 
 def model_name(model: str) -> str:

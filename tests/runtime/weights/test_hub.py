@@ -188,6 +188,47 @@ def test_a_model_is_downloaded_once_and_then_served_offline(hub: Running) -> Non
     assert hub.resolve(HF_ENDPOINT="http://127.0.0.1:9") == directory  # the hub is down
 
 
+ADAPTERS = """
+import sys
+from meshserve.runtime.api.errors import MeshserveError
+from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.weights.local_adapters import with_local_adapters
+try:
+    config = ServeConfig(model="demo", adapter=tuple(sys.argv[2:]))
+    print(*with_local_adapters(config, has_weights=sys.argv[1] == "yes").adapter)
+except MeshserveError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+def adapters(hub: Running, *pairs: str, has_weights: bool = True, **environment: str) -> str:
+    """What `--adapter` of these values means, or what went wrong."""
+    command = [sys.executable, "-c", ADAPTERS, "yes" if has_weights else "no", *pairs]
+    done = subprocess.run(
+        command, env=hub.environment() | environment, capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
+    return (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1]
+
+
+def test_an_adapter_is_downloaded_by_its_id_and_then_found_offline(hub: Running, tmp_path: Path) -> None:
+    """A directory stays as it is given. Of the hub's files, only those of an adapter are taken."""
+    config, matrices = "adapter_config.json", "adapter_model.safetensors"
+    hub.files |= {config: b"{}", matrices: b"matrices", "training_args.bin": b"pickles"}
+    first, second = adapters(hub, f"law={ID}", f"other={tmp_path}", has_weights=False).split()
+    directory = Path(first.removeprefix("law="))
+    assert directory.name == COMMIT and names(str(directory)) == {config} and second == f"other={tmp_path}"
+    assert adapters(hub, f"law={ID}") == first and names(str(directory)) == {config, matrices}
+    assert (directory / matrices).read_bytes() == b"matrices"
+    hub.asked.clear()
+    assert adapters(hub, f"law={ID}", HF_HUB_OFFLINE="1") == first and not hub.asked
+
+
+def test_a_repository_without_an_adapter_is_refused(hub: Running) -> None:
+    assert "has no adapter_config.json. If there is none on the hub" in adapters(hub, f"law={ID}")
+    missing = adapters(hub, "law=No/Such")
+    assert missing.startswith("ConfigError: --adapter No/Such: there is no such local directory, and no such model")
+
+
 def test_a_revision_and_no_weights(hub: Running) -> None:
     directory = hub.resolve(revision="v1", has_weights=False)
     assert {"config.json", "tokenizer.json"} <= names(directory) and "model.safetensors" not in names(directory)
