@@ -58,6 +58,10 @@ SUITES: dict[str, tuple[str, str]] = {
         "tests/kernels/test_experts_gpu.py",
         "float64 and (one-token or padding or broken-lanes or a-block or few-and-skewed or (many and sixteen))",
     ),
+    "portable-experts": (
+        "tests/kernels/test_experts_sm80_gpu.py",
+        "float64 and (one-token or padding or broken-lanes or a-block or fp8-blocks or int4-64-zero)",
+    ),
     "threshold": ("tests/kernels/test_threshold_gpu.py", "keeps_what and 50257"),
     "p2p": ("tests/kernels/test_p2p_on_one_gpu.py", "64-300 and (shot-2 or shots-2)"),
 }

@@ -33,8 +33,6 @@ def add_options(group: Any) -> None:
 def cases(options: argparse.Namespace) -> list[Case]:
     if options.case:
         return matching(CASES, options.case)
-    if options.weights not in ("bfloat16", _FP8):
-        raise SystemExit(f"--weights {options.weights}: experts are timed in bfloat16 or {_FP8}.")
     model, layout = sizes(options, expert_parallel=options.expert_parallel)
     if model.experts is None or layout.experts is None:
         raise SystemExit(f"{options.model} has no experts; take one of the mixture-of-experts sizes.")
@@ -64,12 +62,13 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 def call(options: argparse.Namespace, case: Case, name: str) -> Call:
     kernel: Any = experts.implementation(name, jax.devices()[0])
-    if options.tune and name == "cuda":
+    if options.tune and name in ("cuda", "portable"):
         kernel = partial(kernel, **options.tune)
     chosen = choices(case, np.random.default_rng(0)) - case.first_expert
     if case.padding:
         chosen[:: case.padding] = -1
-    form, block = FORMATS[_FP8] if case.is_fp8 else None, (case.num_layers, case.num_local)
+    form = FORMATS.get(_FP8 if case.is_fp8 else options.weights)
+    block = case.num_layers, case.num_local
     shapes = ((*block, 2, case.mlp, case.embed), (*block, case.embed, case.mlp))
     weights = ExpertWeights(*(random_matrix(shape, seed, form, case.dtype) for seed, shape in enumerate(shapes)))
     routing = Routing(jnp.asarray(chosen), jnp.full(chosen.shape, 1 / case.num_chosen, jnp.float32))

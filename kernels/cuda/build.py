@@ -68,6 +68,7 @@ _HOPPER_TARGETS = (
 _PORTABLE_TARGETS = (
     "meshserve_tile_attention",
     "meshserve_few_token_product",
+    "meshserve_tile_experts",
     "meshserve_qk_norm_rope",
     "meshserve_sampling_threshold",
     "meshserve_write_tokens",
@@ -76,7 +77,12 @@ _PORTABLE_TARGETS = (
 CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 _MAX_ERROR_BYTES = 1000
 _NO_COMPILER = re.compile(r"(gcc|g\+\+|cc1plus|cl).*(No such file|not found)|Failed to preprocess host compiler")
-_SIZES = ("meshserve_scratch_bytes", "meshserve_wide_scratch_bytes", "meshserve_expert_scratch_bytes")
+_SIZES = (
+    "meshserve_scratch_bytes",
+    "meshserve_wide_scratch_bytes",
+    "meshserve_expert_scratch_bytes",
+    "meshserve_tile_expert_scratch_bytes",
+)
 _loading = threading.RLock()  # programs are loaded by several threads
 _registered: set[str] = set()  # XLA calls of this process
 _loaded_files: dict[str, None] = {}  # names of the libraries that this process has loaded, in order

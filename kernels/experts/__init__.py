@@ -16,7 +16,7 @@ import jax
 
 from meshserve.kernels.implementation import in_order, named
 
-from . import reference, sm90, tiles, tpu, xla
+from . import reference, sm80, sm90, tiles, tpu, xla
 from .contract import Experts, ExpertShapes, ExpertsImplementation, ExpertStep, ExpertWeights, Routing
 
 __all__ = [
@@ -32,10 +32,16 @@ __all__ = [
 ]
 
 
-# In order of preference: cuda (Hopper GPUs), tpu, xla (any backend), reference (every expert for every token, for
-# tests), and tpu_interpreted (the TPU kernel in Pallas' interpreter; any backend, for tests, far slower).
+# In order of preference: cuda (Hopper GPUs), tpu, portable (NVIDIA GPUs since Ampere; only by name), xla (any backend),
+# reference (every expert for every token, for tests), and tpu_interpreted (the TPU kernel in Pallas' interpreter; any
+# backend, for tests, far slower).
 IMPLEMENTATIONS = in_order(
-    sm90.IMPLEMENTATION, tpu.IMPLEMENTATION, xla.IMPLEMENTATION, reference.IMPLEMENTATION, tpu.INTERPRETED
+    sm90.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    sm80.IMPLEMENTATION,
+    xla.IMPLEMENTATION,
+    reference.IMPLEMENTATION,
+    tpu.INTERPRETED,
 )
 
 

@@ -38,6 +38,8 @@ class Case:
     is_fp8: bool = False  # the weights are 8-bit floats with a scale for each block of 128 x 128
     packed: str = ""  # a key of `linear.cases.PACKED`: the weights have scales for groups of columns
     group: int = 0  # columns of such a group
+    is_by_row: bool = False  # instead, 8-bit floats have a scale for each row
+    scale_dtype: str = "float32"  # of 8-bit floats
 
     @property
     def num_local(self) -> int:
@@ -100,9 +102,10 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         values = rng.standard_normal(sizes, np.float32) * sizes[-1] ** -0.5
         if not case.is_fp8:
             return jnp.asarray(values, case.dtype)
-        grid = (*sizes[:-2], sizes[-2] // _FP8_BLOCK, sizes[-1] // _FP8_BLOCK)
-        scale = 2.0 ** rng.uniform(-1, 1, grid).astype(np.float32) / 100
-        of_each = np.repeat(np.repeat(scale, _FP8_BLOCK, axis=-2), _FP8_BLOCK, axis=-1)
+        block = (1, sizes[-1]) if case.is_by_row else (_FP8_BLOCK, _FP8_BLOCK)
+        grid = (*sizes[:-2], sizes[-2] // block[0], sizes[-1] // block[1])
+        scale = (2.0 ** rng.uniform(-1, 1, grid) / 100).astype(jnp.dtype(case.scale_dtype))
+        of_each = np.repeat(np.repeat(scale.astype(np.float32), block[0], axis=-2), block[1], axis=-1)
         return QuantizedMatrix(E4M3, to_fp8(jnp.asarray(values / of_each)), {SCALE: jnp.asarray(scale)})
 
     x = rng.standard_normal((case.num_tokens, case.embed), np.float32)

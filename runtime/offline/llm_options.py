@@ -47,7 +47,7 @@ class EngineOptions(TypedDict, total=False):
     prefix_cache: bool
     attention: Literal["auto", "reference", "cuda", "portable", "tpu", "tpu_interpreted"]
     decode_layers: Literal["auto", "off", "reference", "cuda"]
-    moe_backend: Literal["auto", "reference", "xla", "cuda", "tpu", "tpu_interpreted"]
+    moe_backend: Literal["auto", "reference", "xla", "cuda", "portable", "tpu", "tpu_interpreted"]
     all_reduce: Literal["auto", "xla", "p2p"]
     linear: Literal["auto", "reference", "xla", "xla_fp8", "cuda_fp8", "portable"]
     logits_processors: bool

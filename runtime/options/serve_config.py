@@ -319,8 +319,9 @@ class ServeConfig:
     moe_backend: str = option(
         "auto",
         _KERNELS,
-        "implementation of a model's experts; auto is tpu on TPUs, cuda on Hopper GPUs, xla elsewhere",
-        choices=("auto", "reference", "xla", "cuda", "tpu", "tpu_interpreted"),
+        "implementation of a model's experts; auto is tpu on TPUs, cuda on Hopper GPUs, xla elsewhere; portable is "
+        "for GPUs since Ampere",
+        choices=("auto", "reference", "xla", "cuda", "portable", "tpu", "tpu_interpreted"),
     )
     all_reduce: str = option(
         "auto",

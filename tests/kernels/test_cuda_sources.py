@@ -68,12 +68,19 @@ def test_a_unit_of_the_tests_compiles(nvcc: Path, library: Path, unit: str, targ
 
 
 ATTENTION, PRODUCTS = "attention/sm80/tile_launch.cu", "projection/sm80/few_tokens_launch.cu"
+EXPERTS = {  # with the number of their kernels
+    "experts/sm80/launch_bf16.cu": 11,
+    "experts/sm80/launch_e4m3.cu": 12,
+    "experts/sm80/launch_int4.cu": 12,
+    "experts/sm80/launch_int4_coarse.cu": 12,
+}
 
 
 @pytest.mark.parametrize(
     ("unit", "num_kernels", "capability"),
     [(ATTENTION, 12, capability) for capability in build.CAPABILITIES]
-    + [(PRODUCTS, 17, capability) for capability in ((8, 0), (8, 9), (12, 0))],
+    + [(PRODUCTS, 17, capability) for capability in ((8, 0), (8, 9), (12, 0))]
+    + [(unit, number, capability) for unit, number in EXPERTS.items() for capability in ((8, 0), (8, 9), (12, 0))],
     ids=str,
 )
 def test_kernels_compile_for_each_gpu_and_keep_their_values_in_registers(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from meshserve.kernels import experts
-from meshserve.kernels.experts import cases, sm90, tiles, tpu
-from meshserve.kernels.linear import layer_of
+from meshserve.kernels.experts import cases, sm80, sm90, tiles, tpu
+from meshserve.kernels.linear import E4M3, INT4, QuantizedMatrix, layer_of
+from meshserve.kernels.linear.formats import SCALE
 
 from .comparing import assert_has_values
 
@@ -136,8 +137,46 @@ def test_what_the_cuda_kernels_support(sizes, reason):
     assert found is reason is None or reason in found
 
 
+def shapes_of(num_local: int, mlp: int, embed: int, dtype: str, form=None, block=(1, 1), scale_dtype="float32"):
+    def matrix(*shape: int):
+        if form is None:
+            return jax.ShapeDtypeStruct(shape, dtype)
+        *leading, rows, columns = shape
+        data = jax.ShapeDtypeStruct((*leading, rows, columns // form.packed), form.storage)
+        grid = (*leading, rows // block[0], columns // (block[1] or columns))
+        return QuantizedMatrix(form, data, {SCALE: jax.ShapeDtypeStruct(grid, scale_dtype)})
+
+    return experts.ExpertWeights(matrix(2, num_local, 2, mlp, embed), matrix(2, num_local, embed, mlp))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((128, 768, 2048, "bfloat16"), None),
+        ((16, 96, 2048, "bfloat16"), None),
+        ((128, 768, 2048, "", E4M3, (128, 128)), None),
+        ((128, 768, 2048, "", E4M3, (1, 0), "bfloat16"), None),
+        ((128, 768, 2048, "", INT4, (1, 128), "float16"), None),
+        ((128, 96, 2048, "", INT4, (1, 32), "bfloat16"), None),
+        ((257, 64, 2048, "bfloat16"), "a device has 257 experts; 256 are supported"),
+        ((128, 48, 2048, "bfloat16"), "intermediate size per device is 48; a multiple of 32 is needed"),
+        ((128, 96, 2048, "", E4M3, (1, 0)), "intermediate size per device is 96; a multiple of 64 is needed"),
+        ((128, 64, 192, "bfloat16"), "embedding size is 192; a multiple of 128"),
+        ((128, 64, 256, "float32"), "the experts are float32 and float32; bfloat16, fp8 or int4 are needed"),
+        ((128, 768, 2048, "", E4M3, (32, 32)), "a scale covers 32 columns; whole rows or a power of two from 64 on"),
+        ((128, 768, 2304, "", E4M3, (1, 384)), "a scale covers 384 columns"),
+        ((128, 768, 2048, "", INT4, (1, 128), "float64"), "scales are float64; float32, bfloat16, float16 are"),
+    ],
+)
+def test_what_the_portable_kernels_support(arguments, reason):
+    found = sm80.unsupported_reason(shapes_of(*arguments))
+    assert found is reason is None or reason in found
+
+
 def test_names():
-    with pytest.raises(ValueError, match="moe_backend is 'fast'; this build has cuda, tpu, xla, reference, tpu_"):
+    with pytest.raises(
+        ValueError, match="moe_backend is 'fast'; this build has cuda, tpu, portable, xla, reference, tpu_"
+    ):
         experts.implementation("fast")
     with pytest.raises(ValueError, match="'tpu' cannot run: the backend is cpu"):
         experts.implementation("tpu")

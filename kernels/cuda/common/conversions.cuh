@@ -23,4 +23,19 @@ __device__ __forceinline__ void convert_int4(uint32_t x, uint32_t zero, uint32_t
   odd = subtract_bf16x2(__byte_perm(x >> 4 & 0x0F0F0F0Fu, kExponent, kSelected), zero);
 }
 
+// Of four lanes with four words each: gives lane i word i of each of them.
+__device__ __forceinline__ void exchange_words(uint32_t (&w)[4], int lane) {
+  const bool is_odd = lane & 1, is_upper = lane & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, is_odd ? w[i] : w[i + 1], 1);
+    (is_odd ? w[i] : w[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(~0u, is_upper ? w[i] : w[i + 2], 2);
+    (is_upper ? w[i] : w[i + 2]) = other;
+  }
+}
+
 }  // namespace meshserve

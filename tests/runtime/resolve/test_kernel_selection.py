@@ -151,12 +151,23 @@ def test_the_reasons_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         (AMPERE, {"all_reduce": "p2p"}, "--all-reduce p2p cannot serve this model here: the CUDA kernels need compute"),
         (CPU, {"attention": "tpu"}, "--attention tpu cannot serve this model here: the backend is cpu"),
         (CPU, {"moe_backend": "cuda"}, "--moe-backend cuda cannot .* need an NVIDIA Hopper GPU; this is a cpu device"),
+        (CPU, {"moe_backend": "portable"}, "--moe-backend portable cannot .* an NVIDIA GPU; this is a cpu device"),
+        (TURING, {"moe_backend": "portable"}, "--moe-backend portable cannot .* capability 8.0"),
         (HOPPER, {"all_reduce": "p2p", "coordinator": "host:1"}, "--all-reduce p2p .*belong to several processes"),
     ],
 )
 def test_a_named_kernel_that_cannot_run_says_why(device: Device, options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         named(device, shapes(2), **options)
+
+
+@pytest.mark.parametrize("weights", ["", "fp8-block"])
+@pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=lambda device: device.name)
+def test_portable_experts_are_chosen_by_name_only(device: Device, weights: str) -> None:
+    """They have not been measured on a GPU."""
+    model = named_model("qwen3-30b-a3b", weights) if weights else EXPERTS
+    assert named(device, shapes(1, model=model)).moe_backend != "portable"
+    assert named(device, shapes(1, model=model), moe_backend="portable").moe_backend == "portable"
 
 
 def test_a_tpu_attends_with_xla_if_its_kernel_does_not_support_the_pages() -> None:

@@ -1,6 +1,7 @@
 // The XLA FFI calls that only the library for all GPUs since Ampere has, and what the host calls when it loads it. All
 // can be captured in a command buffer.
 #include "attention/sm80/tile_launch.cuh"
+#include "experts/sm80/launch.cuh"
 #include "ffi/buffers.cuh"
 #include "ffi/loading.cuh"
 #include "ffi/matrices.cuh"
@@ -56,7 +57,51 @@ ffi::Error few_token_product(cudaStream_t stream, In x, In weights, In scale, In
   return result(portable::launch_product(args, format_of(weights) == Format::kInt4, stream));
 }
 
+experts::sm80::WeightFormat expert_format_of(const In& weights) {
+  if (weights.element_type() == ffi::DataType::BF16) return experts::sm80::WeightFormat::kBf16;
+  return format_of(weights) == Format::kInt4 ? experts::sm80::WeightFormat::kInt4 : experts::sm80::WeightFormat::kE4m3;
+}
+
+// A matrix without scales is given in their place, scales without zero points in the place of those.
+ffi::Error tile_experts(cudaStream_t stream, In x, In gate_up, In gate_up_scale, In gate_up_zero, In down,
+                        In down_scale, In down_zero, In chosen, In shares, Out out, Out scratch, int32_t layer,
+                        int32_t num_experts, int32_t most_few_tokens) {
+  experts::sm80::Shapes shapes = {};
+  shapes.tokens = size(x, 0);
+  shapes.embed = size(x, 1);
+  shapes.chosen = size(chosen, 1);
+  shapes.experts = size(down, 1);
+  shapes.mlp = size(gate_up, 3);
+  shapes.format = expert_format_of(down);
+  auto stack_of = [&](const In& weights, const In& scale, const In& zero) {
+    experts::sm80::Stack stack = {data<uint8_t>(weights), {}};
+    if (shapes.format != experts::sm80::WeightFormat::kBf16) stack.scales = matrix_of(weights, scale, zero).scales;
+    return stack;
+  };
+  experts::sm80::Call call = {};
+  call.x = data<bf16>(x);
+  call.gate_up = stack_of(gate_up, gate_up_scale, gate_up_zero);
+  call.down = stack_of(down, down_scale, down_zero);
+  call.experts = data<int>(chosen);
+  call.shares = data<float>(shares);
+  call.out = data<bf16>(out);
+  call.scratch = data<uint8_t>(scratch);
+  call.layer = layer;
+  call.num_experts = num_experts;
+  call.most_few_tokens = most_few_tokens;
+  const size_t needed = experts::sm80::scratch_bytes(shapes);
+  if (needed > scratch->size_bytes()) {
+    return result(std::string("the scratch buffer needs ") + std::to_string(needed) + " bytes");
+  }
+  return result(experts::sm80::launch(shapes, call, stream));
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    meshserve_tile_experts, tile_experts,
+    bind(operands<9>, results<2>).Attr<int32_t>("layer").Attr<int32_t>("num_experts").Attr<int32_t>("most_few_tokens"),
+    {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_few_token_product, few_token_product,
                               bind(operands<5>, results<1>).Attr<int32_t>("has_residual"),
@@ -75,6 +120,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_tile_attention, tile_attention,
 // Loads the kernels onto CUDA devices. Writes a failure to `error`; returns whether loading succeeded.
 extern "C" int meshserve_load_kernels(const int* ordinals, int num, char* error, int size) {
   return meshserve::load_kernels(ordinals, num, error, size, nullptr);
+}
+
+// Returns the bytes of scratch memory of a layer's experts; `format` is a WeightFormat.
+extern "C" size_t meshserve_tile_expert_scratch_bytes(int tokens, int chosen, int num_experts, int embed, int mlp,
+                                                      int format) {
+  using meshserve::experts::sm80::WeightFormat;
+  return meshserve::experts::sm80::scratch_bytes(
+      {tokens, chosen, num_experts, embed, mlp, static_cast<WeightFormat>(format)});
 }
 
 // Returns the number of kernels that are loaded.

@@ -55,21 +55,6 @@ struct ProductForm {
   static constexpr int kSharedBytes = kSumBytes > kResultBytes ? kSumBytes : kResultBytes;
 };
 
-// Of four lanes with four words each: gives lane i word i of each of them.
-__device__ __forceinline__ void exchange_words(uint32_t (&w)[4], int lane) {
-  const bool is_odd = lane & 1, is_upper = lane & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t other = __shfl_xor_sync(~0u, is_odd ? w[i] : w[i + 1], 1);
-    (is_odd ? w[i] : w[i + 1]) = other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t other = __shfl_xor_sync(~0u, is_upper ? w[i] : w[i + 2], 2);
-    (is_upper ? w[i] : w[i + 2]) = other;
-  }
-}
-
 // A lane's part of a chunk: rows g and g + 8 of each tile, where g is the lane's number / 4.
 template <class F>
 struct Chunk {

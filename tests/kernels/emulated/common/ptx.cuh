@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -58,10 +59,18 @@ struct __half {
   _Float16 value;
 };
 
+// A copy to shared memory by cp.async.
+struct Copy {
+  uint32_t to;
+  const void* from;
+  int size, bytes;
+};
+
 // State shared by the threads of a block.
 struct Block {
-  explicit Block(int threads) : all(threads) {}
+  explicit Block(int threads) : all(threads), copies(threads) {}
   Meeting all;
+  std::vector<std::deque<std::vector<Copy>>> copies;  // of each thread, by group; the last one is not committed
   struct Warp {
     Meeting meet{32};
     float values[32] = {};
@@ -488,11 +497,27 @@ inline void copy_shared(uint32_t to, const void* from, int size, int bytes) {
   std::memset(shared_base + to, 0, size);
   std::memcpy(shared_base + to, from, bytes);
 }
-inline void copy_16(uint32_t to, const void* from, int bytes) { copy_shared(to, from, 16, bytes); }
-inline void copy_4(uint32_t to, const void* from, int bytes) { copy_shared(to, from, 4, bytes); }
-inline void commit_copies() {}
+// A thread's copies arrive when it waits for them, as late as CUDA allows.
+inline std::deque<std::vector<Copy>>& my_copies() {
+  auto& groups = block->copies[threadIdx.x];
+  if (groups.empty()) groups.emplace_back();
+  return groups;
+}
+inline void copy_16(uint32_t to, const void* from, int bytes) { my_copies().back().push_back({to, from, 16, bytes}); }
+inline void copy_4(uint32_t to, const void* from, int bytes) { my_copies().back().push_back({to, from, 4, bytes}); }
+inline void copy_weights(uint32_t to, const void* from, int bytes) { copy_16(to, from, bytes); }
+inline void commit_copies() { my_copies().emplace_back(); }
 template <int kLeft>
-void wait_for_copies() {}
+void wait_for_copies() {
+  for (auto& groups = my_copies(); groups.size() > kLeft + 1; groups.pop_front()) {
+    for (const Copy& copy : groups.front()) copy_shared(copy.to, copy.from, copy.size, copy.bytes);
+  }
+}
+// Returns whether copies of this thread have not arrived.
+inline bool has_copies() {
+  const auto& groups = my_copies();
+  return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return !group.empty(); });
+}
 inline void fence_shared_before_copies() {}
 template <int kRegisters>
 void give_up_registers() {}
