@@ -1,6 +1,7 @@
 """A compile after "ready" is counted, logged with its shapes, and refused if strict; the cache on disk is hit."""
 
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -95,3 +96,25 @@ def test_the_cache_is_hit_by_the_next_process(tmp_path: Path) -> None:
     (cold_hits, cold_misses), (warm_hits, warm_misses) = (map(int, output.split()) for output in outputs)
     assert cold_hits == 0 and cold_misses > 0
     assert warm_hits == cold_misses and warm_misses == 0
+
+
+@pytest.mark.parametrize(("is_autotuned", "num_found"), [(False, 1), (True, 0)])
+def test_what_a_read_only_copy_of_the_cache_holds(is_autotuned: bool, num_found: int, tmp_path: Path) -> None:
+    """On GPUs nothing: jax's keys contain the path of XLA's file of kernels, which XLA keeps where it may write."""
+    code = (
+        "import os, sys, pathlib, jax\n"
+        "from meshserve.runtime.program.compile_cache import CompileWatch, use_cache\n"
+        "if sys.argv[2]: os.access = lambda *_: False\n"  # permissions do not bind root
+        f"use_cache(pathlib.Path(sys.argv[1]), is_autotuned={is_autotuned})\n"
+        "with CompileWatch() as watch:\n"
+        "    jax.jit(lambda x: x * 5).lower(1.0).compile()\n"
+        "    print(watch.counts.num_cache_hits)\n"
+    )
+
+    def started(folder: str, is_read_only: str) -> int:
+        command = [sys.executable, "-c", code, str(tmp_path / folder), is_read_only]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    assert started("made", "") == 0 and started("made", "") == 1
+    shutil.copytree(tmp_path / "made", tmp_path / "mounted")
+    assert started("mounted", "read-only") == num_found
