@@ -64,7 +64,7 @@ def test_programs_are_compiled_at_a_time_and_kept_in_order() -> None:
         def __init__(self, name: int):
             self.name = name
 
-        def compile(self) -> int:
+        def compile(self, options: dict[str, str | bool] | None = None) -> int:
             barrier.wait()
             return self.name
 
