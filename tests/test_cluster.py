@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from meshserve.protos import inference_pb2 as pb
+from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.client.client import CallError, Client
 from meshserve.runtime.commands.local_cluster import LocalCluster, local_cluster
 
-from . import checkpoints
+from . import adapters, checkpoints
 from .listening import listening_addresses
 from .waiting import WAIT_SECONDS, wait_for
 
@@ -122,6 +124,31 @@ def test_a_draft_model_over_two_processes_changes_no_token(tmp_path, every_case)
             found = re.search(r"^meshserve_accepted_draft_tokens_total (\S+)", scraped(cluster, 0), re.MULTILINE)
             drafted.append(found is not None and float(found[1]) > 0)
     assert tokens[0] == tokens[1] and drafted == [False, True]
+
+
+def test_adapters_reach_all_processes(tmp_path):
+    """Those of the options, and one that is loaded while the server runs, from files that only process 0 reads."""
+    base = checkpoints.save_checkpoint(tmp_path / "base", num_hidden_layers=1)
+    root = tmp_path / "root"
+    for seed, name in enumerate(("one", "two", "late")):
+        adapters.save_adapter(root / name, base, seed=seed, strength=1.0)
+    prompts, tokens = checkpoints.random_prompts((5, 9, 20, 3), 320), {}
+    for num_processes in (1, 2):
+        folder = tmp_path / str(num_processes)
+        folder.mkdir()
+        flags = [f"--adapter={name}={root / name}" for name in ("one", "two")]
+        flags += [f"--model={base}", f"--adapter-root={root}", "--max-adapters=2", "--host-cache-gib=0"]
+        with ready(num_processes, folder, *flags) as cluster, Client(cluster.target) as client:
+            with grpc.insecure_channel(cluster.target) as channel:
+                request = pb.LoadAdapterRequest(name="late", path="late")
+                pb_grpc.AdminServiceStub(channel).LoadAdapter(request, timeout=WAIT_SECONDS)
+            tokens[num_processes] = [
+                client.complete(prompt, max_tokens=6, temperature=0.0, ignore_eos=True, adapter=adapter).token_ids
+                for prompt, adapter in zip(prompts, ("", "one", "two", "late"), strict=True)
+            ]
+    assert tokens[1] == tokens[2]
+    merged = adapters.merge(tmp_path / "merged", base, root / "late")
+    assert tokens[2][3] == tuple(checkpoints.greedy(merged, prompts[3:], 6)[0])
 
 
 def test_the_same_tokens_as_one_process_and_an_end_in_order(tmp_path, every_case):

@@ -4,7 +4,7 @@ A shard's part of A and B follows its part of the projection that they change: r
 where it has columns. So the product of a shard is added to its own result, before or without the sum over shards.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import shard_bytes
@@ -27,6 +27,7 @@ from .changes import NO_SLOT, AdapterChanges
 from .peft_files import DOWN, UP, HostAdapter
 
 LOADS_AT_ONCE = 2  # whose matrices lie beside the bank until the devices have copied them: of this step and the last
+PART_BYTES = 16 << 20  # of matrices that are sent to another process at a time
 WRITE, ALLOCATE_BANK = ("write adapter", 0), ("allocate adapters", 0)  # keys of its programs
 
 
@@ -179,6 +180,24 @@ class AdapterBank:
             )
         return found
 
+    def parts(self, matrices: Mapping[tuple[str, str], np.ndarray]) -> Iterator[np.ndarray]:
+        """Yields an adapter's matrices as bytes for other processes, [n] uint8 each; see `joined`."""
+        for array in self.arranged(matrices):
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            for start in range(0, data.size, PART_BYTES):
+                yield data[start : start + PART_BYTES]
+
+    def joined(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns what `arranged` returned where these parts are from."""
+        data, start, found = np.concatenate(parts), 0, []
+        for array in self.arrays.values():
+            shape = _without_slots(array.shape)
+            stop = start + int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+            found.append(data[start:stop].view(self.dtype).reshape(shape))
+            start = stop
+        assert start == data.size, "parts of an adapter are missing"
+        return found
+
     def _in_layout(self, target: str, kind: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Returns one matrix of all layers in the layout of the mesh: heads by group, the MLP padded."""
         if target in ("k_proj", "v_proj") and kind == UP:
@@ -203,6 +222,7 @@ class DeviceAdapters:
         self._allocate, self._write = programs[ALLOCATE_BANK], programs[WRITE]
         self._table = np.full(bank.max_running, NO_SLOT, np.int32)
         self.leaves: tuple[jax.Array, ...] = ()
+        self._staged: list[np.ndarray] = []  # parts of an adapter from another process
 
     def allocate(self) -> None:
         """Allocates the bank, in which no slot has an adapter."""
@@ -226,8 +246,25 @@ class DeviceAdapters:
 
     def load(self, slot: int, matrices: Mapping[tuple[str, str], np.ndarray]) -> None:
         """Copies an adapter to a slot, for the steps that are dispatched from now on."""
+        self._write_slot(slot, self.bank.arranged(matrices))
+
+    def stage(self, part: np.ndarray) -> None:
+        """Takes the next part of an adapter from another process; see `AdapterBank.parts`."""
+        self._staged.append(part)
+
+    def load_staged(self, slot: int) -> None:
+        """Loads the adapter whose parts have been staged, like `load`."""
+        parts, self._staged = self._staged, []
+        jax.block_until_ready(self.leaves)  # see `apply`
+        self._write_slot(slot, self.bank.joined(parts))
+
+    def _write_slot(self, slot: int, arrays: Sequence[np.ndarray]) -> None:
         *before, table = self.leaves
-        after = self._write(list(before), np.int32(slot), self.bank.arranged(matrices))
+        values = [
+            _on_mesh(values, named_sharding(self.bank.mesh, _without_slots(each.axes)))
+            for values, each in zip(arrays, self.bank.arrays.values(), strict=True)
+        ]
+        after = self._write(list(before), np.int32(slot), values)
         self.leaves = (*after, table)
 
     def set_slots(self, slots: Mapping[int, int]) -> None:
@@ -237,4 +274,11 @@ class DeviceAdapters:
         self._table = self._table.copy()  # the devices may still read the last one
         for request_slot, slot in slots.items():
             self._table[request_slot] = slot
-        self.leaves = (*self.leaves[:-1], jax.device_put(self._table, named_sharding(self.bank.mesh, ())))
+        self.leaves = (*self.leaves[:-1], _on_mesh(self._table, named_sharding(self.bank.mesh, ())))
+
+
+def _on_mesh(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Returns an array of the whole mesh, of which each process has all values and copies its part."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])

@@ -21,7 +21,7 @@ import numpy as np
 from meshserve.protos import steps_pb2 as pb
 
 from ..adapters.changes import AdapterChanges
-from ..engine.runner import Runner
+from ..engine.runner import AdapterCalls, Runner
 from ..program.batch import BatchBuilder, Bucket
 from ..program.processors.processor_batch import Logprobs, Sampled
 from ..scheduler.step_plan import StepPlan
@@ -68,7 +68,10 @@ class LeadingRunner:
         return self._lead("prompt_logprobs", targets)
 
     def change_adapters(self, changes: AdapterChanges) -> None:
-        raise AssertionError("a server of several processes has no adapters; see `options.combinations`")
+        """See `Runner`. Followers get the matrices themselves."""
+        assert isinstance(self._runner, AdapterCalls), self._runner
+        for method, argument in self._runner.adapter_calls(changes):
+            self._lead(method, argument)
 
     def copy_pages(self, command: np.ndarray) -> None:
         self._lead("copy_pages", command)

@@ -17,7 +17,8 @@ OPTIONS = (
 OPTIONS_MEETING = "options"  # the first thing that every process reports, at once
 # Methods of a runner that process 0 sends and followers replay.
 REPLAYED_METHODS = (
-    "set_page_row", "run", "propose", "run_drafted", "set_slot_adjustments", "sample", "prompt_logprobs", "copy_pages"
+    "set_page_row", "run", "propose", "run_drafted", "set_slot_adjustments", "sample", "prompt_logprobs", "copy_pages",
+    "stage_adapter", "load_staged_adapter", "set_adapter_slots",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What the engine needs of the devices: the interface of runners. Serves step 8 of 10."""
 
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -33,3 +34,11 @@ class Runner(Protocol):
 
     def copy_pages(self, command: np.ndarray) -> None:
         """Dispatches a command of the host cache; see `host_cache.commands`."""
+
+
+@runtime_checkable
+class AdapterCalls(Protocol):
+    """What a runner has in addition, so that several processes change their adapters alike."""
+
+    def adapter_calls(self, changes: AdapterChanges) -> Iterator[tuple[str, Any]]:
+        """Yields the calls, methods with an argument each, that together do what `Runner.change_adapters` does."""

@@ -91,13 +91,6 @@ def _check_adapters(config: "ServeConfig") -> None:
             raise ConfigError(f"adapter is {each!r}; it must be NAME=PATH, such as support=/adapters/support.")
     if len(config.adapter_paths) < len(config.adapter):
         raise ConfigError("adapter gives two paths for the same name. Omit one, or rename it.")
-    if not config.num_adapter_slots:
-        return
-    if config.coordinator:
-        raise ConfigError(
-            "adapters are served by a single process so far, and coordinator is set. Leave out adapter, "
-            "adapter_root and max_adapters, or serve each merged into the base model (merge_and_unload of peft)."
-        )
 
 
 def _check_cluster(config: "ServeConfig") -> None:

@@ -4,7 +4,7 @@ Step 6 of 10. In: buckets and packed vectors. Out: sampled tokens, still on the 
 work is dispatched; the device runs the calls in order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from meshserve.sharding.memory import added_bytes, is_out_of_memory, memory_use,
 
 from ..adapters.bank import DeviceAdapters
 from ..adapters.changes import AdapterChanges
+from ..adapters.peft_files import HostAdapter
 from ..host_cache.page_copies import PageCopies
 from .batch import Bucket, ProgramKey
 from .device_figures import DeviceFigures
@@ -200,6 +201,34 @@ class StepRunner:
         """Dispatches loads of adapters, and sets which of them requests have, for the steps from now on."""
         assert self._adapters is not None, "a server without adapters refuses requests that name one"
         self._adapters.apply(changes)
+
+    def adapter_calls(self, changes: AdapterChanges) -> Iterator[tuple[str, Any]]:
+        """Yields methods with an argument each, which together do what `change_adapters` does.
+
+        The arguments have all that another process needs, which thus has the same matrices, and reads no files.
+        """
+        assert self._adapters is not None, "a server without adapters refuses requests that name one"
+        for slot, adapter in changes.loads:
+            assert isinstance(adapter, HostAdapter), adapter
+            yield from (("stage_adapter", part) for part in self._adapters.bank.parts(adapter.matrices))
+            yield "load_staged_adapter", slot
+        if changes.request_slots:
+            yield "set_adapter_slots", np.array(list(changes.request_slots.items()), np.int32)
+
+    def stage_adapter(self, part: np.ndarray) -> None:
+        """Takes the next part of an adapter from process 0."""
+        assert self._adapters is not None
+        self._adapters.stage(part)
+
+    def load_staged_adapter(self, slot: int) -> None:
+        """Dispatches the load of the adapter whose parts have been staged."""
+        assert self._adapters is not None
+        self._adapters.load_staged(slot)
+
+    def set_adapter_slots(self, pairs: np.ndarray) -> None:
+        """Sets the adapter slots of requests: [N, 2] int32, the slot of a request and that of its adapter."""
+        assert self._adapters is not None
+        self._adapters.set_slots(dict(pairs.tolist()))
 
     def set_page_row(self, page_row: np.ndarray) -> None:
         """Dispatches the replacement of a row of the page table; see `Batch.page_table_rows`."""

@@ -219,7 +219,7 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     cluster.compare_options(config)
     progress("finding the model")
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model_of(config, files)
+    model, config = read_model_of(config, files), with_local_adapters(config, has_weights=False)
     progress("waiting for the other processes")
     cluster.begin(config, files)
     runner, *_ = build_runner(config, model, params_of(files), cluster, progress=progress)

@@ -77,6 +77,7 @@ def compile_runner(
             buckets=server.buckets,
             state=one_page.state,
             kernels=server.kernel_names,
+            adapters=server.adapters,
         )
     shape = server.cache_shape(num_pages)
     started = time.monotonic()

@@ -12,7 +12,8 @@ often as their distributions allow (docs/decisions/058).
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -78,6 +79,18 @@ class RunnerBeside(abc.ABC):
 
     def change_adapters(self, changes: AdapterChanges) -> None:
         self.served.change_adapters(changes)
+
+    def adapter_calls(self, changes: AdapterChanges) -> Iterator[tuple[str, Any]]:
+        return self.served.adapter_calls(changes)
+
+    def stage_adapter(self, part: np.ndarray) -> None:
+        self.served.stage_adapter(part)
+
+    def load_staged_adapter(self, slot: int) -> None:
+        self.served.load_staged_adapter(slot)
+
+    def set_adapter_slots(self, pairs: np.ndarray) -> None:
+        self.served.set_adapter_slots(pairs)
 
     def copy_pages(self, command: np.ndarray) -> None:
         raise AssertionError("a server with a draft model has no host cache; see `options.combinations`")

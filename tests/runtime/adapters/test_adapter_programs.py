@@ -5,13 +5,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshserve import LLM
+from meshserve.runtime.adapters import bank
 from meshserve.runtime.adapters.bank import AdapterShape
+from meshserve.runtime.adapters.changes import AdapterChanges
 from meshserve.runtime.api.sampling_params import SamplingMode
+from meshserve.runtime.cluster.replay import from_message, to_message
+from meshserve.runtime.engine.runner import AdapterCalls
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.batch import ANY_MODE, BatchBuilder, Bucket
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.resolve.buckets import adapter_buckets, declare_buckets
 from meshserve.runtime.resolve.resolved_server import PlacedServer, resolve_for, resolve_here
 from meshserve.runtime.scheduler.step_plan import ScheduledChunk, StepPlan
@@ -133,3 +139,30 @@ def test_fused_layers_beside_adapters(tmp_path: Path) -> None:
             assert max(found) == count and all(bucket.num_adapters == 0 for bucket in used if bucket.is_decode)
             assert any(bucket.is_decode for bucket in used) or count
             assert count != 1 or found == {1}, "its first request has an adapter, and ends last"
+
+
+def test_other_processes_get_the_same_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent in parts and joined, they are what one process writes, in each slot of its own."""
+    monkeypatch.setattr(bank, "PART_BYTES", 1000)
+    base, paths = build(tmp_path, KINDS[:2])
+    with LLM(base, tp=2, adapters=paths, max_adapters=2, **SMALL) as llm:
+        runner, catalog = llm._launched.engine.runner, llm._launched.engine.adapters
+        assert isinstance(runner, AdapterCalls) and isinstance(runner, StepRunner) and runner._adapters is not None
+        changes = AdapterChanges([(1, catalog.find("adapter-0")), (0, catalog.find("adapter-1"))], {2: 0, 5: 1})
+        runner.change_adapters(changes)
+        written = [np.asarray(leaf) for leaf in runner._adapters.leaves]
+        runner._adapters.allocate()
+        assert not all(
+            np.array_equal(np.asarray(leaf), old) for leaf, old in zip(runner._adapters.leaves, written, strict=True)
+        )
+        calls = list(runner.adapter_calls(changes))
+        assert [name for name, _ in calls if name != "stage_adapter"] == [
+            *["load_staged_adapter"] * 2,
+            "set_adapter_slots",
+        ]
+        assert max(argument.size for name, argument in calls if name == "stage_adapter") == 1000 < len(calls) * 1000
+        for name, argument in calls:
+            getattr(runner, name)(from_message(to_message(argument)))
+        for leaf, old in zip(runner._adapters.leaves, written, strict=True):
+            np.testing.assert_array_equal(np.asarray(leaf), old)
+        assert written[-1].tolist() == [-1, -1, 0, -1, -1, 1, -1, -1]

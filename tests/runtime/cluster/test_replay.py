@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshserve.protos import steps_pb2 as pb
+from meshserve.runtime.adapters.changes import AdapterChanges
 from meshserve.runtime.cluster.follower_metrics import FollowerState, follower_registry
 from meshserve.runtime.cluster.membership import Membership
 from meshserve.runtime.cluster.replay import LeadingRunner, from_message, replay, result_digest, to_message
@@ -43,6 +44,21 @@ class FakeRunner:
         self.told.append(("sample", packed.tolist(), None if masks is None else (masks.tolist(), masks.shape)))
         return Sampled(packed[:1], (packed[1:].astype(np.float32),))
 
+    def adapter_calls(self, changes):
+        for slot, part in changes.loads:
+            yield "stage_adapter", part
+            yield "load_staged_adapter", slot
+        yield "set_adapter_slots", np.array(list(changes.request_slots.items()), np.int32)
+
+    def stage_adapter(self, part):
+        self.told.append(("stage_adapter", part.tolist(), part.dtype))
+
+    def load_staged_adapter(self, slot):
+        self.told.append(("load_staged_adapter", slot))
+
+    def set_adapter_slots(self, pairs):
+        self.told.append(("set_adapter_slots", pairs.tolist()))
+
     def prompt_logprobs(self, targets):
         raise FloatingPointError("a device that fails")
 
@@ -74,8 +90,9 @@ class Pair:
 def test_every_method_of_a_runner_is_replayed():
     methods = {name for name in (*vars(Runner), *vars(ProposingRunner)) if not name.startswith("_")}
     assert methods == {name for name in vars(LeadingRunner) if not name.startswith("_")}
-    # `prepare` decides for process 0 alone, and several processes refuse adapters.
-    assert methods - {"prepare", "change_adapters"} == set(REPLAYED_METHODS)
+    # `prepare` decides for process 0 alone, and `change_adapters` is replayed as several calls.
+    of_adapters = {"stage_adapter", "load_staged_adapter", "set_adapter_slots"}
+    assert (methods - {"prepare", "change_adapters"}) | of_adapters == set(REPLAYED_METHODS)
 
 
 def test_the_follower_is_told_what_the_leader_is_told():
@@ -85,9 +102,15 @@ def test_the_follower_is_told_what_the_leader_is_told():
     pair.runner.set_slot_adjustments(1, np.zeros(2, np.int32), np.ones(2, np.float32))
     pair.runner.sample(np.arange(4, dtype=np.int32))
     pair.runner.sample(np.arange(4, dtype=np.int32), np.full((2, 3), 2**32 - 1, np.uint32))
-    pair.wait(5)
+    pair.runner.change_adapters(AdapterChanges([(3, np.arange(7, dtype=np.uint8))], {1: 3, 0: -1}))
+    pair.wait(8)
     assert tokens.tolist() == [0, 1]
-    assert len(pair.ours.told) == 5 and pair.ours.told == pair.theirs.told
+    assert len(pair.ours.told) == 8 and pair.ours.told == pair.theirs.told
+    assert pair.theirs.told[5:] == [
+        ("stage_adapter", list(range(7)), np.uint8),
+        ("load_staged_adapter", 3),
+        ("set_adapter_slots", [[1, 3], [0, -1]]),
+    ]
     pair.close()
     assert [watch.failure for watch in pair.watches] == [None, None]
 

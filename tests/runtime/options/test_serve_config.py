@@ -79,7 +79,6 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"adapter": ("a",)}, "adapter is 'a'; it must be NAME=PATH, such as"),
         ({"adapter": ("=/a",)}, "adapter is '=/a'; it must be NAME=PATH"),
         ({"adapter": ("a=/a", "a=/b")}, "adapter gives two paths for the same name"),
-        ({"adapter": ("a=/a",), "coordinator": "h:7"}, "adapters are served by a single process so far, and coord"),
         ({"max_adapters": 257}, "max_adapters is 257; it must be 1 to 256"),
         ({"dtype": "float16"}, "dtype is 'float16'; allowed are auto, bfloat16, float32"),
     ],
