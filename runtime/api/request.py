@@ -44,7 +44,8 @@ class WeightSpan(NamedTuple):
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities at one position.
 
-    They refer to the model's own distribution, at temperature 1, before bias, bans and penalties.
+    They refer to the model's own distribution, at temperature 1, before bias, bans and penalties, unless
+    `SamplingParams.processed_logprobs` asks for those of the distribution that is sampled from.
     """
 
     token_id: int  # the token at this position

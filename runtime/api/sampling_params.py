@@ -157,6 +157,8 @@ class SamplingParams:
     logprobs: int | None = _param(None, least=0, most=MAX_LOGPROBS, stage=Stage.LOGPROBS)
     # The same for each prompt token but the first.
     prompt_logprobs: int | None = _param(None, least=0, most=MAX_LOGPROBS, stage=Stage.LOGPROBS)
+    # Those of output tokens are of the distribution that is sampled from, instead of the model's own.
+    processed_logprobs: bool = _param(False, stage=Stage.LOGPROBS)
     # Seed of the random draws; None lets the engine choose one.
     seed: int | None = _param(None, least=0, most=MAX_SEED, unset=-1)
     # Continue past end tokens to max_tokens; stop strings still end the request.

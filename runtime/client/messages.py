@@ -48,6 +48,7 @@ class SamplingFields(TypedDict, total=False):
     min_tokens: int
     logprobs: int
     prompt_logprobs: int
+    processed_logprobs: bool
     seed: int
     ignore_eos: bool
     stop: Sequence[str]

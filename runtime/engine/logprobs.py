@@ -1,5 +1,6 @@
 """Distributes the log-probabilities of a step from device arrays to requests. Serves step 8 of 10. numpy only."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,5 +63,6 @@ def _on_host(arrays: Logprobs[Any] | None) -> Logprobs[np.ndarray] | None:
 
 
 def _at(arrays: Logprobs[np.ndarray], index: int, token_id: int, num_top: int) -> TokenLogprobs:
-    ids, values = arrays.top_ids[index, :num_top].tolist(), arrays.top[index, :num_top].tolist()
-    return TokenLogprobs(token_id, float(arrays.token[index]), tuple(zip(ids, values, strict=True)))
+    top = zip(arrays.top_ids[index, :num_top].tolist(), arrays.top[index, :num_top].tolist(), strict=True)
+    possible = tuple((token_id, value) for token_id, value in top if value > -math.inf)
+    return TokenLogprobs(token_id, float(arrays.token[index]), possible)

@@ -91,6 +91,7 @@ SAMPLING: dict[str, Field] = {
     "include_stop_str_in_output": honoured(Kind.BOOLEAN),
     "skip_special_tokens": honoured(Kind.BOOLEAN),
     "prompt_logprobs": honoured(Kind.INTEGER),
+    "processed_logprobs": honoured(Kind.BOOLEAN, "of the distribution sampled from; an option of the server in vLLM"),
     "n": honoured(Kind.INTEGER),
     "priority": honoured(Kind.INTEGER, "larger goes first, other than in vLLM"),
     "cache_salt": honoured(Kind.TEXT),

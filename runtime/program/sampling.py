@@ -116,6 +116,19 @@ def sample(
     return _best_of_shards(score, token_id, exchange)
 
 
+def processed_logits(logits: jax.Array, params: SamplingBatch, *, vocab_size: int) -> jax.Array:
+    """Returns the logits [B, V / shards] of the distribution that `sample` draws from; -inf where it draws nothing.
+
+    They are divided by the temperature, and filtered. Those of greedy requests stay as they are. The search is not
+    unrolled: it runs for requests that ask for log-probabilities only.
+    """
+    in_vocabulary = jnp.where(local_token_ids(logits.shape[1]) < vocab_size, logits, -jnp.inf)
+    least = _threshold_of_all(in_vocabulary, params, is_unrolled=False)
+    scaled = logits / _temperature(params)[:, None]
+    drawn = jnp.where(_sortable(in_vocabulary) >= least[:, None], scaled, -jnp.inf)
+    return jnp.where((params.temperature > 0.0)[:, None], drawn, logits)
+
+
 def local_token_ids(num_local: int) -> jax.Array:
     """Returns the token ids of this shard's part of the vocabulary."""
     return jax.lax.axis_index(TENSOR_AXIS) * num_local + jnp.arange(num_local, dtype=jnp.int32)

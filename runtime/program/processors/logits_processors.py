@@ -30,10 +30,10 @@ from ...api.sampling_params import MAX_LOGPROBS
 from ...backend.step_context import MLPContext
 from ..accepted_drafts import DraftRows
 from ..packing import DTYPES
-from ..sampling import SamplingBatch, local_token_ids
+from ..sampling import SamplingBatch, local_token_ids, processed_logits
 from . import PROCESSORS
 from .contract import ProcessorState
-from .processor_batch import ADJUSTS, SAMPLES, WORD_BITS, Logprobs, ProcessorShape, Sampled
+from .processor_batch import ADJUSTS, REPORTS_PROCESSED, SAMPLES, WORD_BITS, Logprobs, ProcessorShape, Sampled
 
 _CHUNK_TOKENS = 128  # the top tokens are searched by the largest logit of each such chunk of the vocabulary
 _BLOCK_TOKENS = 64  # prompt tokens whose logits are in memory at the same time
@@ -74,11 +74,17 @@ def sample_processed(
     allowed = jnp.where(logits < jnp.inf, allowed, logits)  # a ban must not hide NaN from the sampler
     params = SamplingBatch.unpacked(fields)
     tokens = choose(allowed, params, fields["mode"][0])
+    reports_processed = flags & REPORTS_PROCESSED != 0
+    reported = jax.lax.cond(
+        reports_processed.any(),
+        lambda: jnp.where(reports_processed[:, None], processed_logits(allowed, params, vocab_size=vocab_size), logits),
+        lambda: logits,
+    )
     logprobs = jax.lax.cond(
         fields["has_logprobs"][0] != 0,
         partial(_logprobs, vocab_size=vocab_size),
         lambda logits, tokens: _no_logprobs(tokens, vocab_size),
-        logits,
+        reported,
         tokens,
     )
     is_here = (tokens >= token_ids[0]) & (tokens <= token_ids[-1])

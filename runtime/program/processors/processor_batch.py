@@ -25,6 +25,7 @@ from .contract import ProcessorState
 # Flags of a request in a step:
 SAMPLES = 1  # the sampled token counts; otherwise it has no meaning
 ADJUSTS = 2  # logits processors apply: the request's slot holds its history and bias
+REPORTS_PROCESSED = 4  # log-probabilities are those of the distribution that is sampled from
 
 _PROCESSOR_FIELDS = tuple(name for processor in PROCESSORS for name in processor.fields)
 _REQUEST_FIELDS = ("slots", "flags", "sample_position", *PARAM_FIELDS, *_PROCESSOR_FIELDS)
@@ -97,7 +98,11 @@ class ProcessorBatch(NamedTuple):
 
 
 class Logprobs(NamedTuple, Generic[Leaf]):
-    """Log-probabilities in the model's unchanged distribution, at each of [...] positions."""
+    """Log-probabilities in the model's unchanged distribution, at each of [...] positions.
+
+    Those of samples whose request asks for it are of the distribution that is sampled from; -inf is a token that cannot
+    be sampled.
+    """
 
     token: Leaf  # [...] float32, of the token at the position
     top_ids: Leaf  # [..., N] int32, most likely first, the lowest id first among equals
@@ -141,10 +146,12 @@ class ProcessorBatchBuilder:
         if not request.needs_processors:
             return None
         self._has_logprobs[slot] = params.logprobs is not None
+        reports = REPORTS_PROCESSED if params.processed_logprobs and params.logprobs is not None else 0
+        self._flags[slot] = reports
         if not params.has_adjustments:
             return None
         assert slot is not None, request.request_id
-        self._flags[slot] = ADJUSTS
+        self._flags[slot] = ADJUSTS | reports
         values = [value for processor in PROCESSORS for value in processor.values(request)]
         self._values[:, slot] = packed_values(_PROCESSOR_FIELDS, values)
         state = ProcessorState(np.zeros(self._vocab_size, np.int32), np.zeros(self._vocab_size, np.float32))

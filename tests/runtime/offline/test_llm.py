@@ -76,6 +76,32 @@ def test_samples_parameters_by_prompt_and_logprobs(llm: LLM):
     assert greedy.prompt_logprobs is None
 
 
+def test_logprobs_may_be_those_of_the_distribution_sampled_from(llm: LLM):
+    """At temperature 0.5 among five tokens; with the same seed, the tokens are those without the choice."""
+    choice = {
+        "max_tokens": 6,
+        "seed": 3,
+        "temperature": 0.5,
+        "top_k": 5,
+        "top_p": 1.0,
+        "logprobs": 20,
+        "ignore_eos": True,
+    }
+    raw, processed = llm.generate(
+        ["The sea"] * 2,
+        [SamplingParams(**choice), SamplingParams(**choice, processed_logprobs=True)],  # type: ignore[typeddict-item]
+        use_tqdm=False,
+    )
+    assert raw.outputs[0].token_ids == processed.outputs[0].token_ids
+    assert raw.outputs[0].logprobs is not None and processed.outputs[0].logprobs is not None
+    for before, after in zip(raw.outputs[0].logprobs, processed.outputs[0].logprobs, strict=True):
+        assert len(before) >= 20 and len(after) == 5, "others cannot be sampled"
+        scaled = {token: 2 * before[token].logprob for token in after}
+        total = np.logaddexp.reduce(list(scaled.values()))
+        for token, found in after.items():
+            assert found.logprob == pytest.approx(scaled[token] - total, abs=1e-4)
+
+
 def test_scores_are_those_of_generation(llm: LLM):
     [sampled] = llm.generate("The sea", SamplingParams(max_tokens=6, seed=3, logprobs=0), use_tqdm=False)
     tokens, prompt = sampled.outputs[0].token_ids, sampled.prompt_token_ids

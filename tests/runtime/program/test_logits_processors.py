@@ -16,6 +16,7 @@ from meshserve.runtime.program.processors import logits_processors
 from meshserve.runtime.program.processors.contract import COUNT, ENDS, IN_PROMPT, ProcessorState
 from meshserve.runtime.program.processors.processor_batch import (
     ADJUSTS,
+    REPORTS_PROCESSED,
     SAMPLES,
     ProcessorShape,
     next_size,
@@ -69,6 +70,7 @@ class Case:
     must_go_on: bool = False
     mask: np.ndarray | None = None  # [V] bool
     has_logprobs: bool = False
+    reports_processed: bool = False
 
     def probabilities(self) -> np.ndarray:
         """In float64, word for word as the contract has it."""
@@ -94,7 +96,7 @@ class Case:
 
     def packed(self, shape: ProcessorShape, seeds: np.ndarray, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         packed = np.zeros(shape.size, np.int32)
-        flags = SAMPLES | ADJUSTS
+        flags = SAMPLES | ADJUSTS | (REPORTS_PROCESSED if self.reports_processed else 0)
         seed = seeds.astype(np.uint64)
         floats = {
             "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p,
@@ -337,6 +339,23 @@ def test_log_probabilities_are_of_the_models_own_distribution():
     tokens = np.asarray(sampled.tokens)
     np.testing.assert_allclose(sampled.logprobs.token, expected[tokens], atol=1e-5)
     np.testing.assert_array_equal(np.asarray(sampled.logprobs.top_ids)[0], np.argsort(-expected, kind="stable")[:20])
+
+
+@pytest.mark.parametrize("tp", TP_SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities_may_be_of_the_distribution_that_is_sampled_from(tp: int, name: str):
+    case = new_case(**CASES[name], has_logprobs=True, reports_processed=True)
+    _, _, sampled = case.run(tp, 1, np.arange(NUM_ROWS))
+    if case.temperature == 0.0:  # all that may be sampled, not the one token that is
+        case = dataclasses.replace(case, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    with np.errstate(divide="ignore"):
+        expected = np.log(case.probabilities())
+    tokens, found = np.asarray(sampled.tokens), sampled.logprobs
+    np.testing.assert_allclose(found.token, expected[tokens], atol=2e-5)
+    top = np.asarray(found.top)[0]
+    np.testing.assert_allclose(top, np.sort(expected)[::-1][: len(top)], atol=2e-5)
+    possible = np.isfinite(top)
+    np.testing.assert_allclose(expected[np.asarray(found.top_ids)[0][possible]], top[possible], atol=2e-5)
 
 
 # --- sizes

@@ -33,7 +33,7 @@ END = 5
 EVERY_FIELD = {
     "min_p": 0.25, "frequency_penalty": 0.5, "presence_penalty": -1.5, "repetition_penalty": 1.25,
     "logit_bias": {3: -2.0, 7: 4.5}, "allowed_token_ids": (3, 4, 7), "bad_token_ids": (4,), "min_tokens": 2,
-    "logprobs": 0, "prompt_logprobs": 20,
+    "logprobs": 0, "prompt_logprobs": 20, "processed_logprobs": True,
 }  # fmt: skip
 
 
