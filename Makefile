@@ -9,7 +9,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
 CUDA := $(shell find kernels/cuda tests/kernels -name "*.cu" -o -name "*.cuh" -o -name "*.cpp" -o -name "*.h")
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo demo-cluster test test-again test-fast test-every test-cluster test-deploy test-fleet test-openai test-clients test-clients-openai test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
+.PHONY: demo demo-cluster test test-again test-fast test-every test-cluster test-deploy test-fleet test-openai test-clients test-clients-openai test-tunix test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
     structured traffic sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-scaling bench-scheduler protos dist wheel-cuda clean
 
 demo: $(VENV)/.demo
@@ -122,6 +122,14 @@ test-fleet: $(VENV)/.test
 	$(VENV)-routers/bin/pip install --quiet --disable-pip-version-check vllm-router==0.1.17 $(DYNAMO)
 	$(BIN)/pytest -q -s -rs --timeout 3600 --fleet --routers $(VENV)-routers/bin/python tests/fleet tests/runtime/telemetry/test_kv_events.py
 
+# The adapter for Tunix, and the example that trains with it, with google-tunix itself, in a folder of its own. Without the
+# dependencies that neither needs: TensorFlow Datasets and others; and safetensors, which it wants older than .venv has.
+TUNIX := google-tunix==0.1.7 clu google-metrax jaxtyping ml_collections pandas perfetto pillow python-dateutil qwix sentencepiece \
+    tensorboard tensorboard-data-server wadler-lindig werkzeug wrapt
+test-tunix: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/tunix $(TUNIX)
+	$(BIN)/pytest -q -s -rs --timeout 3600 --tunix build/tunix tests/integrations tests/deploy/test_grpo.py
+
 # Builds the wheel and the source distribution, installs both in new environments of each Python from 3.11 to 3.14 that
 # is found, and checks types of a project that uses the wheel. Downloads the dependencies; takes minutes.
 test-package: $(VENV)/.test
@@ -176,7 +184,7 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CUDA)
-	$(BIN)/mypy runtime sharding kernels deploy benchmarks
+	$(BIN)/mypy runtime sharding kernels deploy benchmarks integrations
 	cd protos && ../$(BIN)/buf lint
 	test -x $(BIN)/protoc-gen-go || $(BIN)/python tests/clients/get_protoc_gen_go.py $(BIN)
 	$(BIN)/pytest -q -rs tests/test_layout.py tests/test_protos.py tests/test_proto_languages.py
