@@ -118,6 +118,11 @@ FORMS = [case for case in CASES if case.name in ("bfloat16", "fp8", "int4-32", "
 def test_a_tokens_result_does_not_depend_on_the_others(library, case):
     """By rows of weights also where one warp, and not two, has all columns of a tile."""
     inputs = cases.make_inputs(dataclasses.replace(case, num_tokens=24, padding=0, mlp=256), seed=3)
+    if case.name == "bfloat16":  # the first and the last column cancel, so that the order of float32 sums shows
+        gate_up, down = inputs.weights
+        gate_up = gate_up.at[:, :, :, -1].set(gate_up[:, :, :, 0])
+        down = down.at[..., 0].set(2.0**14).at[..., -1].set(-(2.0**14))
+        inputs = dataclasses.replace(inputs, weights=ExpertWeights(gate_up, down))
     whole = run(library, inputs, num_multiprocessors=3)
     assert_has_values(whole)
     assert len(np.unique(inputs.routing.experts)) >= 16 > 2 * case.num_chosen, "tiles with one warp, and with two"
