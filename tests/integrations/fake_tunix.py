@@ -1,6 +1,6 @@
 """What `meshserve.integrations.tunix` needs of google-tunix 0.1.7, which is no dependency of the tests.
 
-The contract of a rollout worker, its data, and the adapter of tokenizers. `make test-tunix` tests with the package itself.
+The contract of a rollout worker, its data, and the adapter of tokenizers. `make test-tunix` takes the package itself.
 """
 
 import abc
