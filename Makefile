@@ -9,7 +9,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
 CUDA := $(shell find kernels/cuda tests/kernels -name "*.cu" -o -name "*.cuh" -o -name "*.cpp" -o -name "*.h")
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo demo-cluster test test-again test-fast test-every test-cluster test-deploy test-fleet test-openai test-clients test-clients-openai test-tunix test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
+.PHONY: demo demo-cluster test test-again test-fast test-every test-cluster test-deploy test-fleet test-openai test-clients test-clients-openai test-tunix test-updates test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
     structured traffic sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-scaling bench-scheduler protos dist wheel-cuda clean
 
 demo: $(VENV)/.demo
@@ -129,6 +129,10 @@ TUNIX := google-tunix==0.1.7 clu google-metrax jaxtyping ml_collections pandas p
 test-tunix: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/tunix $(TUNIX)
 	$(BIN)/pytest -q -s -rs --timeout 3600 --tunix build/tunix tests/integrations tests/deploy/test_grpo.py
+
+# 1,000 weight updates of the demo model while requests run; every fourth fails on purpose.
+test-updates: $(VENV)/.test
+	$(BIN)/pytest -q -rP --timeout 3600 --updates 1000 tests/runtime/weight_updates/test_many_updates.py
 
 # Builds the wheel and the source distribution, installs both in new environments of each Python from 3.11 to 3.14 that
 # is found, and checks types of a project that uses the wheel. Downloads the dependencies; takes minutes.

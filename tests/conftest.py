@@ -68,6 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--packages", action="store_true", help="build and install the packages (make test-package)")
     parser.addoption("--compile-cuda", action="store_true", help="compile the CUDA sources (make check)")
     parser.addoption("--clients", action="store_true", help="run clients in other languages (make test-clients)")
+    parser.addoption("--updates", type=int, default=16, help="weight updates under load (make test-updates: 1,000)")
     parser.addoption("--tunix", default="", help="folder with google-tunix and what it needs (make test-tunix)")
     parser.addoption("--fleet", action="store_true", help="run fleets of real replicas (make test-fleet)")
     parser.addoption("--routers", default="", help="Python of an environment with other routers (make test-fleet)")
