@@ -108,6 +108,7 @@ class LLM:
         version: str | None = None,
         running: Literal["continue", "finish", "abort"] = "continue",
         partial: bool = False,
+        donate: bool = False,
     ) -> "WeightUpdate":
         """Replaces the model's weights between two steps, without compiling the model's programs again.
 
@@ -115,13 +116,15 @@ class LLM:
         devices have no room, an exception is raised and the old weights go on serving.
 
         Args:
-          source: A tree of `jax.Array`s on any devices, which are not changed, with Hugging Face's names
+          source: A tree of `jax.Array`s on any devices, which are not changed unless donated, with Hugging Face's names
             (`model.layers.0.mlp.up_proj.weight`), or the paths of Tunix's or MaxText's Qwen3 or of our own model's
             state; or a directory, or a Hugging Face id.
           version: Their name in `CompletionOutput.weight_spans`; None numbers them from 1.
           running: What becomes of calls in other threads. "continue": their samples recompute their tokens with the new
             weights and go on; "finish": they end first; "abort": they end with the tokens that they have.
           partial: Whether `source` may lack some of the weights, which stay as they are.
+          donate: Whether the arrays of `source` on devices may be deleted, each as soon as it has been used, to save
+            memory. They are lost then, also if the update fails after it has begun to use them.
 
         Returns:
           The version, the bytes replaced on each device, and the seconds that it took.
@@ -134,7 +137,9 @@ class LLM:
         """
         launched = self._launched
         lacked_weights = launched.weights.lacks_weights
-        update = launched.weights.update(source, version=version, running=running, is_partial=partial)
+        update = launched.weights.update(
+            source, version=version, running=running, is_partial=partial, is_donated=donate
+        )
         if lacked_weights:
             launched.control.resume()
         return update

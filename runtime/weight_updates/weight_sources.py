@@ -6,7 +6,8 @@ code that quantizes a checkpoint. A directory is loaded as at the start of a ser
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ def by_path(params: nnx.State) -> dict[str, jax.Array]:
     return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(params)}
 
 
-def open_source(source: Any, server: PlacedServer, params: nnx.State, *, is_partial: bool) -> Source:
+def open_source(
+    source: Any, server: PlacedServer, params: nnx.State, *, is_partial: bool, is_donated: bool = False
+) -> Source:
     """Checks names, shapes and dtypes of new weights. Changes nothing.
 
     Args:
@@ -60,6 +63,7 @@ def open_source(source: Any, server: PlacedServer, params: nnx.State, *, is_part
       server: The server on its present mesh.
       params: Its parameters.
       is_partial: Whether some of the weights may be missing, which stay as they are.
+      is_donated: Whether `make` deletes the arrays on devices, each as soon as all that consists of it has been made.
 
     Raises:
       InvalidRequestError: They do not fit the model, or this server cannot take them in this form.
@@ -71,11 +75,11 @@ def open_source(source: Any, server: PlacedServer, params: nnx.State, *, is_part
         return _of_directory(os.fspath(source), server, params)
     named = named_arrays(source, server.model, is_partial=is_partial)
     if server.model.quantization is None and server.model.head_quantization is None:
-        return _of_arrays(named, server, params)
-    return _of_quantized(named, server, params, is_partial=is_partial)
+        return _of_arrays(named, server, params, is_donated=is_donated)
+    return _of_quantized(named, server, params, is_partial=is_partial, is_donated=is_donated)
 
 
-def _of_arrays(named: NamedArrays, server: PlacedServer, params: nnx.State) -> Source:
+def _of_arrays(named: NamedArrays, server: PlacedServer, params: nnx.State, *, is_donated: bool) -> Source:
     pieces = named.table.pieces(server.model, server.layout)
     old = by_path(params)
     layers = {name: layers_of(name, server.model, pieces[name], named) for name in old}
@@ -84,12 +88,29 @@ def _of_arrays(named: NamedArrays, server: PlacedServer, params: nnx.State) -> S
         raise InvalidRequestError(SOURCE, "has none of the model's weights.")
 
     def make(old: Arrays) -> Arrays:
-        return {name: assembled(old[name], found, named.arrays) for name, found in replaced.items()}
+        new = {}
+        for name, found in replaced.items():
+            new[name] = assembled(old[name], found, named.arrays)
+            if is_donated:
+                uses.subtract(arrays_of[name])
+                _delete(named.arrays[array] for array in arrays_of[name] if not uses[array])
+        return new
 
+    arrays_of = {name: {view.array for layer in found for view in layer.arrays} for name, found in replaced.items()}
+    uses = Counter(array for arrays in arrays_of.values() for array in arrays)
     return Source(shard_bytes([old[name] for name in replaced]), make)
 
 
-def _of_quantized(named: NamedArrays, server: PlacedServer, params: nnx.State, *, is_partial: bool) -> Source:
+def _delete(arrays: Iterable[jax.Array | np.ndarray]) -> None:
+    """Frees arrays on devices; what is being computed of them goes on."""
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            array.delete()
+
+
+def _of_quantized(
+    named: NamedArrays, server: PlacedServer, params: nnx.State, *, is_partial: bool, is_donated: bool
+) -> Source:
     model = server.model
     if model.quantization is not None and not model.quantization.is_made:
         raise InvalidRequestError(
@@ -102,7 +123,15 @@ def _of_quantized(named: NamedArrays, server: PlacedServer, params: nnx.State, *
     if named.table.pieces is not hf_pieces:
         raise InvalidRequestError(SOURCE, "a quantized model takes arrays with Hugging Face's names. Rename them.")
     opened = OpenedWeights(quantized_as_served(_Tensors(named, model), model), hf_pieces)
-    return _loaded(opened, server, params)
+    loaded = _loaded(opened, server, params)
+
+    def make(old: Arrays) -> Arrays:
+        new = loaded.make(old)
+        if is_donated:
+            _delete(named.arrays.values())
+        return new
+
+    return dataclasses.replace(loaded, make=make)
 
 
 def _of_directory(directory: str, server: PlacedServer, params: nnx.State) -> Source:

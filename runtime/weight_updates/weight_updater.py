@@ -81,7 +81,13 @@ class WeightUpdater:
         return self._engine.weight_version
 
     def update(
-        self, source: Any, *, version: str | None = None, running: Running = "continue", is_partial: bool = False
+        self,
+        source: Any,
+        *,
+        version: str | None = None,
+        running: Running = "continue",
+        is_partial: bool = False,
+        is_donated: bool = False,
     ) -> WeightUpdate:
         """Replaces the weights. If it raises one of the first four errors, nothing has changed.
 
@@ -92,6 +98,7 @@ class WeightUpdater:
             go on. "finish": they end with the old weights; requests that come meanwhile begin with the new ones.
             "abort": they end with the tokens that they have.
           is_partial: Whether weights may be missing, which stay as they are.
+          is_donated: Whether arrays of `source` on devices are deleted as they are used up, also if it then fails.
 
         Raises:
           InvalidRequestError: The weights do not fit the model, are damaged, or are not finite.
@@ -112,7 +119,7 @@ class WeightUpdater:
                 raise InvalidRequestError("partial", "the weights were dropped. Pass all of them.")
             server = self._server()
             try:
-                opened = open_source(source, server, runner.params, is_partial=is_partial)
+                opened = open_source(source, server, runner.params, is_partial=is_partial, is_donated=is_donated)
             except (CheckpointError, ConfigError) as error:
                 raise InvalidRequestError(SOURCE, str(error)) from None
             change = _Change(self._engine, runner, opened, version, _ABORTED if running == "abort" else "")

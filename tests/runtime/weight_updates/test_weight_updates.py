@@ -203,6 +203,28 @@ def test_a_part_of_the_weights(llm: LLM, dense: list[Path], tmp_path: Path):
     assert generated(llm) == checkpoints.greedy(mixed, PROMPTS, MAX_TOKENS) != expected(dense[0])
 
 
+@pytest.mark.parametrize("form", ["hugging face", "maxtext"])
+def test_donated_arrays_are_deleted_as_they_are_used(
+    form: str, llm: LLM, dense: list[Path], monkeypatch: pytest.MonkeyPatch
+):
+    llm.update_weights(dense[0])
+    given = fully_sharded(tensors(dense[1])) if form == "hugging face" else maxtext_tree(tensors(dense[1]), (8, 4))
+    llm.update_weights(given)
+    assert not any(array.is_deleted() for array in jax.tree.leaves(given)), "only if asked"
+    llm.update_weights(dense[0])
+    num_left: list[int] = []
+
+    def counting(*arguments: Any) -> jax.Array:
+        num_left.append(sum(not array.is_deleted() for array in jax.tree.leaves(given)))
+        return assembly.assembled(*arguments)
+
+    monkeypatch.setattr(weight_sources, "assembled", counting)
+    llm.update_weights(given, donate=True)
+    assert all(array.is_deleted() for array in jax.tree.leaves(given))
+    assert num_left == sorted(num_left, reverse=True) and len(set(num_left)) > 5, "one by one"
+    assert generated(llm) == expected(dense[1])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
