@@ -10,6 +10,7 @@ from . import body_params, token_logprobs
 from .chat_call import ChatCall, ChatChoice
 from .event_stream import EventStream, as_json, quoted
 from .fields import CHAT, checked_body
+from .generation import shown_spans
 from .http_call import HttpCall
 from .whole_answers import answered
 
@@ -92,6 +93,8 @@ class _ChatAnswer:
                     shown["logprobs"] = token_logprobs.chat_logprobs(self._chat.tokenizer, output.logprobs)
                 if self._has_ids:
                     shown["token_ids"] = list(output.token_ids)
+                if self._has_ids and is_end:
+                    shown["weight_spans"] = shown_spans(output.weight_spans)
                 shown["finish_reason"] = self._reason(choice) if is_end else None
             message = self.message("chat.completion.chunk", [shown])
             if is_first and self._has_ids:
@@ -152,7 +155,7 @@ class _ChatAnswer:
             if self._chat.num_logprobs is not None:
                 shown["logprobs"] = token_logprobs.chat_logprobs(self._chat.tokenizer, choice.logprobs)
             if self._has_ids:
-                shown["token_ids"] = choice.token_ids
+                shown |= {"token_ids": choice.token_ids, "weight_spans": shown_spans(choice.weight_spans)}
             choices.append(shown)
         answer = self.message("chat.completion", choices) | {"usage": self._chat.usage()}
         if "prompt_logprobs" in self._fields:

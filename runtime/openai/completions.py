@@ -12,7 +12,7 @@ from ..server.prompt_intake import Intake
 from . import body_params, token_logprobs
 from .event_stream import EventStream, as_json, quoted
 from .fields import COMPLETIONS, checked_body, required, whole_numbers
-from .generation import Choice, Generation, Prompt, with_one_token
+from .generation import Choice, Generation, Prompt, shown_spans, with_one_token
 from .http_call import HttpCall
 from .usage import usage_of
 from .whole_answers import answered
@@ -127,6 +127,8 @@ class _Completion:
             shown["logprobs"] = token_logprobs.completion_logprobs(self._tokenizer, output.logprobs, offset)
         if self._has_ids:
             shown["token_ids"] = list(output.token_ids)
+            if output.finish_reason is not None:
+                shown["weight_spans"] = shown_spans(output.weight_spans)
         return shown
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
@@ -145,6 +147,7 @@ class _Completion:
             whole["prompt_logprobs"] = token_logprobs.prompt_logprobs(self._tokenizer, prompt)
         if self._has_ids:
             whole |= {"prompt_token_ids": list(prompt_ids), "token_ids": choice.token_ids}
+            whole["weight_spans"] = shown_spans(choice.weight_spans)
         return whole
 
     def _echoed(self, index: int) -> str:

@@ -98,7 +98,7 @@ SAMPLING: dict[str, Field] = {
     "max_tokens": honoured(Kind.INTEGER),
     "stream": honoured(Kind.BOOLEAN),
     "stream_options": honoured(Kind.OBJECT, "include_usage, continuous_usage_stats; include_obfuscation is accepted"),
-    "return_token_ids": honoured(Kind.BOOLEAN, "adds prompt_token_ids, and token_ids to each choice"),
+    "return_token_ids": honoured(Kind.BOOLEAN, "adds prompt_token_ids, and token_ids and weight_spans to each choice"),
     "response_format": honoured(Kind.OBJECT, "text, json_object, json_schema"),
     "structured_outputs": honoured(Kind.OBJECT, "json, json_object, regex, choice, grammar"),
     "guided_json": honoured(Kind.TEXT_OR_OBJECT, "older spelling of structured_outputs"),

@@ -4,9 +4,10 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..api.errors import AbortedError, UnfinishedError
-from ..api.request import FinishReason, Output, RequestOptions, TokenLogprobs
+from ..api.request import FinishReason, Output, RequestOptions, TokenLogprobs, WeightSpan
 from ..api.sampling_params import SamplingParams
 from ..api.shown import shown
 from ..api.tasks import GENERATE
@@ -34,6 +35,7 @@ class Choice:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    weight_spans: tuple[WeightSpan, ...] = ()
 
     def add(self, output: Output) -> None:
         """Adds an output."""
@@ -45,6 +47,12 @@ class Choice:
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.num_prompt_tokens, self.num_cached_tokens = output.num_prompt_tokens, output.num_cached_tokens
+            self.weight_spans = output.weight_spans
+
+
+def shown_spans(spans: Sequence[WeightSpan]) -> list[dict[str, Any]]:
+    """Returns which version of the weights computed how many tokens of a choice, for its last message."""
+    return [{"version": span.version, "num_tokens": span.num_tokens} for span in spans]
 
 
 class Generation:

@@ -100,6 +100,34 @@ def test_weights_are_replaced(server: openai_server.Server, admin: Callable[...,
         assert json.load(response) == {"weight_version": "same", "is_paused": False, "is_asleep": False}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_over_http_name_the_version_of_their_tokens(
+    path: str, server: openai_server.Server, admin: Callable[..., Any], weights: Path
+):
+    admin("UpdateWeights", directory=str(weights / "same"), version="named")
+    body = {"model": "demo", "max_tokens": MAX_TOKENS, "ignore_eos": True, "n": 2}
+    body |= {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    expected = [{"version": "named", "num_tokens": MAX_TOKENS}]
+    choices = post(server, path, **body, return_token_ids=True)["choices"]
+    assert [choice["weight_spans"] for choice in choices] == [expected] * 2
+    assert not any("weight_spans" in choice for choice in post(server, path, **body)["choices"])
+    chunks = [choice for chunk in streamed(server, path, **body, return_token_ids=True) for choice in chunk["choices"]]
+    assert [chunk["weight_spans"] for chunk in chunks if chunk["finish_reason"]] == [expected] * 2
+    assert not any("weight_spans" in chunk for chunk in chunks if not chunk["finish_reason"])
+
+
+def streamed(server: openai_server.Server, path: str, **body: Any) -> list[dict[str, Any]]:
+    request = urllib.request.Request(
+        server.url.removesuffix("/v1") + path,
+        json.dumps(body | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as response:
+        lines = [line.removeprefix("data: ") for line in response.read().decode().splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
 def test_refusals_over_both(server: openai_server.Server, admin: Callable[..., Any], weights: Path, tmp_path: Path):
     version = admin("GetWeightVersion").version
     for fields, code, message in [
