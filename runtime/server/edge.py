@@ -177,9 +177,15 @@ class Edge:
         return pb.SERVER_STATE_FAILED if self.failure is not None else self._state
 
     @property
+    def unready_reason(self) -> str:
+        """Why a server that accepts requests is not ready: a background task cannot run, or the engine sleeps."""
+        control = self.backend.control if self.backend is not None else None
+        return self.supervisor.problem or (control.unready_reason if control is not None else "")
+
+    @property
     def is_ready(self) -> bool:
-        """Whether requests are accepted and all background tasks run."""
-        return self.state == pb.SERVER_STATE_READY and not self.supervisor.problem
+        """Whether requests are accepted, all background tasks run, and the engine does not sleep."""
+        return self.state == pb.SERVER_STATE_READY and not self.unready_reason
 
     def serving(self) -> tuple[Backend, Intake]:
         """Returns the backend and its intake.

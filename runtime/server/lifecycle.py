@@ -265,7 +265,7 @@ def _add_services(
 
 def _probes(edge: Edge) -> dict[str, Probe]:
     def probe(is_well: bool) -> tuple[int, str]:
-        detail = edge.progress or edge.supervisor.problem
+        detail = edge.progress or edge.unready_reason
         return 200 if is_well else 503, f"{pb.ServerState.Name(edge.state)} {detail}".rstrip() + "\n"
 
     return {"/livez": lambda: probe(edge.state != pb.SERVER_STATE_FAILED), "/readyz": lambda: probe(edge.is_ready)}
@@ -328,14 +328,15 @@ def _gateway(edge: Edge, listen: Listen, health_service: HealthService) -> tuple
 async def _watch(edge: Edge, handle: ServerHandle, health_service: HealthService) -> None:
     """Waits until the server must stop or the engine has failed.
 
-    Meanwhile it measures the lag of the event loop, and the health is NOT_SERVING while a background task cannot run.
+    Meanwhile it measures the lag of the event loop, and the health is NOT_SERVING while a background task cannot run or
+    the engine sleeps.
     """
     loop, lag, has_problem = asyncio.get_running_loop(), edge.observer.metrics.loop_lag_seconds, False
     while not handle.is_stopping and edge.failure is None:
         began = loop.time()
         await asyncio.sleep(_POLL_SECONDS)
         lag.observe(max(0.0, loop.time() - began - _POLL_SECONDS))
-        problem = edge.supervisor.problem
+        problem = edge.unready_reason
         if bool(problem) != has_problem:
             has_problem = bool(problem)
             health_service.set_serving(not has_problem)

@@ -47,6 +47,16 @@ class EngineControl:
         """Whether no step is taken, asleep or not."""
         return self._engine.is_paused
 
+    @property
+    def unready_reason(self) -> str:
+        """Why no request is served until somebody acts: the engine sleeps, or has no weights. "" otherwise.
+
+        Pauses do not count: they are short, and requests wait.
+        """
+        if self.is_asleep:
+            return "the engine sleeps until Wake is called"
+        return "the weights were dropped; update them" if self._updater.lacks_weights else ""
+
     def pause(self, running: Running = "continue") -> None:
         """Stops the steps, and returns when none is in flight. Requests are accepted, and wait.
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import BadStatusLine, HTTPConnection
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -418,6 +419,19 @@ def test_probes_while_the_engine_dies():
     assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [200, 200]
     engine.failure = "the device is gone"
     assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [503, 503]
+
+
+def test_the_probe_says_that_the_engine_sleeps():
+    control = SimpleNamespace(unready_reason="")
+    room = OutputQueues()
+    edge = edge_of(FakeEngine(room.deliver), room)
+    edge.backend = dataclasses.replace(edge.backend, control=control)
+    edge.accept()
+    answers = _probes(edge)
+    assert answers["/readyz"]() == (200, "SERVER_STATE_READY\n")
+    control.unready_reason = "the engine sleeps until Wake is called"
+    assert answers["/readyz"]() == (503, "SERVER_STATE_READY the engine sleeps until Wake is called\n")
+    assert answers["/livez"]()[0] == 200
 
 
 def test_a_stopping_server_logs_one_line(caplog):

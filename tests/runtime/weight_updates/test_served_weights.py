@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.numpy import load_file
 
 from meshserve.client import Client
@@ -180,6 +181,30 @@ def test_dropped_weights_must_be_replaced(server: openai_server.Server, admin: C
     admin("UpdateWeights", directory=str(weights / "same"))
     admin("Continue")
     assert list(generated(server).token_ids) == reference(weights / "same")
+
+
+def test_a_sleeping_server_is_not_ready_and_a_paused_one_is(
+    server: openai_server.Server, admin: Callable[..., Any], weights: Path
+):
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    with grpc.insecure_channel(server.target) as channel:
+        service = health_pb2_grpc.HealthStub(channel)
+
+        def status() -> int:
+            return service.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS).status
+
+        assert status() == serving
+        admin("Sleep")
+        wait_for(lambda: status() == not_serving)
+        admin("Wake")
+        wait_for(lambda: status() == serving)
+        admin("Sleep", drop_weights=True)
+        wait_for(lambda: status() == not_serving)
+        admin("Wake")
+        admin("UpdateWeights", directory=str(weights / "same"))
+        wait_for(lambda: status() == serving)
+        assert admin("GetWeightVersion").is_paused, "and yet ready"
+        admin("Continue")
 
 
 def test_requests_are_aborted_by_name_or_all(server: openai_server.Server, admin: Callable[..., Any]):
