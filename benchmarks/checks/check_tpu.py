@@ -5,7 +5,8 @@
 
 For each model and slice, every declared program must compile and fit, update the KV cache in place, and contain the
 expected kernels and all-reduces. The largest cache that compiles must be the one that `meshserve plan` predicts.
-Finally, the check compiles programs that cannot fit: if the compiler accepts one of them, the check itself is broken.
+The programs of a weight update must compile, too (`reshard_programs`). Finally, the check compiles programs that cannot
+fit: if the compiler accepts one of them, the check itself is broken.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from meshserve.runtime.plan.aot import DryServer, OutOfMemoryError
 from meshserve.runtime.plan.memory_plan import Planner
 from meshserve.runtime.program.step import CacheShape
 
-from . import check_programs
+from . import check_programs, reshard_programs
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b")
 TARGETS = ("v5e:2x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
@@ -90,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_default = options.targets == TARGETS
         faults += check_programs.check(planned(options.models, slice_name, is_default=is_default), options)
         faults += refusals(slice_name)
+        if slice_name in reshard_programs.TARGETS:
+            faults += reshard_programs.check(sorted(set(options.models) & set(reshard_programs.MODELS)), slice_name)
     return check_programs.verdict(faults)
 
 

@@ -7,7 +7,7 @@ programs at the first time and none later.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,38 @@ def assembled(old: jax.Array, layers: Sequence[_Layer], arrays: Mapping[str, jax
     return new
 
 
+def lowered_writers(
+    old: jax.ShapeDtypeStruct, layers: Sequence[_Layer], arrays: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[jax.stages.Lowered]:
+    """Yields each distinct program by which `assembled` writes a parameter, for devices that need not exist.
+
+    Args:
+      old: The parameter, with its sharding.
+      layers: As for `assembled`.
+      arrays: The shapes and dtypes of the arrays.
+    """
+    assert isinstance(old.sharding, NamedSharding)
+    replicated = NamedSharding(old.sharding.mesh, PartitionSpec())
+    seen = set()
+    for layer in layers:
+        given = tuple(
+            jax.ShapeDtypeStruct(shape_of_layer(arrays[view.array].shape, view), arrays[view.array].dtype)
+            for view in layer.arrays
+        )
+        kind = (layer.cuts, layer.is_whole, given)
+        if kind not in seen:
+            seen.add(kind)
+            write = _writer(old.sharding, layer.cuts, is_stacked=layer.row is not None, is_whole=layer.is_whole)
+            placed = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=replicated) for each in given)
+            yield write.lower(old, jax.ShapeDtypeStruct((), np.int32), placed)
+
+
+def shape_of_layer(shape: tuple[int, ...], view: View) -> tuple[int, ...]:
+    """Returns the shape of an array, or, if layers are stacked in it, of one of them."""
+    axis = view.layer_axis
+    return shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
+
+
 def _brought(array: jax.Array | np.ndarray, view: View, replicated: NamedSharding) -> jax.Array:
     """Returns an array, or its layer, on every device of the engine's mesh."""
     if view.layer_axis is not None:
@@ -105,10 +137,8 @@ def _copied(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 @functools.lru_cache(maxsize=_MAX_PROGRAMS)
-def _writer(
-    sharding: NamedSharding, cuts: tuple[_Cut, ...], *, is_stacked: bool, is_whole: bool
-) -> Callable[[jax.Array, np.int32, tuple[jax.Array, ...]], jax.Array]:
-    """Returns the program that writes one layer of a parameter; `cuts` and `is_whole` are as in `_Layer`."""
+def _writer(sharding: NamedSharding, cuts: tuple[_Cut, ...], *, is_stacked: bool, is_whole: bool) -> Any:
+    """Returns the jitted function that writes one layer of a parameter; `cuts` and `is_whole` are as in `_Layer`."""
     mesh, spec = sharding.mesh, sharding.spec
     replicated = NamedSharding(mesh, PartitionSpec())
     of_layer = NamedSharding(mesh, PartitionSpec(*spec[1:])) if is_stacked else sharding
