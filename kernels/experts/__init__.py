@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# In order of preference: cuda (Hopper GPUs), tpu, portable (NVIDIA GPUs since Ampere; only by name), xla (any backend),
+# In order of preference: cuda (Hopper GPUs), tpu, portable (NVIDIA GPUs since Ampere), xla (any backend),
 # reference (every expert for every token, for tests), and tpu_interpreted (the TPU kernel in Pallas' interpreter; any
 # backend, for tests, far slower).
 IMPLEMENTATIONS = in_order(

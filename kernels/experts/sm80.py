@@ -123,6 +123,7 @@ def unsupported_shapes(shapes: ExpertShapes) -> str | None:
 
 IMPLEMENTATION = ExpertsImplementation(
     name=NAME,
+    automatic_on=("gpu",),
     unsupported_device=support.no_ampere,
     unsupported_shapes=unsupported_shapes,
     unavailable_reason=partial(build.unbuildable_reason, build.PORTABLE),

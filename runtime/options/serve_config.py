@@ -319,8 +319,8 @@ class ServeConfig:
     moe_backend: str = option(
         "auto",
         _KERNELS,
-        "implementation of a model's experts; auto is tpu on TPUs, cuda on Hopper GPUs, xla elsewhere; portable is "
-        "for GPUs since Ampere",
+        "implementation of a model's experts; auto is tpu on TPUs, cuda on Hopper GPUs, portable on other GPUs since "
+        "Ampere and for 4-bit integers, xla elsewhere",
         choices=("auto", "reference", "xla", "cuda", "portable", "tpu", "tpu_interpreted"),
     )
     all_reduce: str = option(

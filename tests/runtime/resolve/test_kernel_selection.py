@@ -105,8 +105,8 @@ def test_kernels_that_cannot_be_built_are_never_replaced_unasked(
     ("device", "expected"),
     [
         (HOPPER, ("cuda", "cuda", "cuda_fp8", "cuda")),
-        (AMPERE, ("portable", "off", "portable", "xla")),
-        (Device("gpu", "NVIDIA B200", (10, 0)), ("portable", "off", "portable", "xla")),
+        (AMPERE, ("portable", "off", "portable", "portable")),
+        (Device("gpu", "NVIDIA B200", (10, 0)), ("portable", "off", "portable", "portable")),
         (TURING, ("reference", "off", "xla", "xla")),
         (Device("gpu", "gfx942"), ("reference", "off", "xla", "xla")),
         (TPU, ("tpu", "off", "xla", "tpu")),
@@ -161,13 +161,20 @@ def test_a_named_kernel_that_cannot_run_says_why(device: Device, options: dict[s
         named(device, shapes(2), **options)
 
 
-@pytest.mark.parametrize("weights", ["", "fp8-block"])
-@pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=lambda device: device.name)
-def test_portable_experts_are_chosen_by_name_only(device: Device, weights: str) -> None:
-    """They have not been measured on a GPU."""
+@pytest.mark.parametrize(
+    ("weights", "hopper", "ampere"),
+    [
+        ("", "cuda", "portable"),
+        ("fp8-block", "cuda", "portable"),
+        ("int4", "portable", "portable"),
+        ("nvfp4", "xla", "xla"),
+    ],
+)
+def test_portable_experts_serve_what_hoppers_do_not(weights: str, hopper: str, ampere: str) -> None:
     model = named_model("qwen3-30b-a3b", weights) if weights else EXPERTS
-    assert named(device, shapes(1, model=model)).moe_backend != "portable"
-    assert named(device, shapes(1, model=model), moe_backend="portable").moe_backend == "portable"
+    for device, expected in ((HOPPER, hopper), (AMPERE, ampere)):
+        assert named(device, shapes(1, model=model)).moe_backend == expected
+        assert named(device, shapes(1, model=EXPERTS), moe_backend="portable").moe_backend == "portable"
 
 
 def test_a_tpu_attends_with_xla_if_its_kernel_does_not_support_the_pages() -> None:

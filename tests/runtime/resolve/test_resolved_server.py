@@ -33,7 +33,7 @@ def test_nothing_resolved_is_auto(chip: str) -> None:
     server = resolve_for(CONFIG, MODEL, chip=CHIPS[chip], num_devices=2)
     asked = [name for name, value in vars(CONFIG).items() if value == "auto"]
     kernels = ["attention", "decode_layers", "moe_backend", "all_reduce", "linear", "gemm_backend"]
-    assert asked == ["dtype", "task", "generation_config", "kv_dtype", "dequantize", *kernels]
+    assert asked == ["dtype", "task", "generation_config", "kv_dtype", "dequantize", "stored_programs", *kernels]
     for name, value in resolved_fields(server).items():
         assert name == "requested" or "auto" not in repr(value), name
 
